@@ -1,0 +1,1 @@
+"""rlpost: post-training of language models in JAX."""

@@ -1,0 +1,1 @@
+"""Text to packed arrays: tokenizer, chat template, plan, pipeline."""

@@ -1,0 +1,1 @@
+"""Kinds of task, one file each: tasks, reward and environment."""

@@ -1,0 +1,1 @@
+"""What a policy acts in, behind one protocol; a single turn first."""

@@ -1,0 +1,1 @@
+"""Held-out results with intervals, and the reports that show them."""

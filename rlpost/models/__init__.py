@@ -1,0 +1,1 @@
+"""The decoder: parameters in, arrays out; no files, no clock."""

@@ -1,0 +1,213 @@
+"""The one decoder: tokens and where they stand in, hidden states out.
+
+Parameters are a flat dict, `'layers/0/attn/qkv' -> array`, in one of two
+layouts that compute the same: per-layer leaves (decoding, and training where
+compile time is no matter) or `'layers/attn/qkv'` with a leading layer axis
+(one scanned layer: large models compile in minutes).
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from rlpost import errors, sharding
+from rlpost.models.config import ModelConfig
+from rlpost.models.layers import Block, RMSNorm, Table
+from rlpost.ops import rope as rope_ops
+
+Params = Mapping[str, Any]
+
+REMAT = {
+    'none': None,
+    'full': jax.checkpoint_policies.nothing_saveable,
+    'dots': jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+}
+
+
+class Decoder(nnx.Module):
+  """Holds the parameters; `hidden` and the decoder programs run them."""
+
+  def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+    self.embed = Table(config.vocab_size, config, rngs, 'table')
+    self.layers = nnx.List(
+        [Block(config, rngs) for _ in range(config.num_layers)]
+    )
+    self.norm = RMSNorm(config, rngs)
+    if not config.tied:
+      self.head = Table(config.vocab_size, config, rngs, 'kernel')
+    if config.value_head:
+      self.value = Table(1, config, rngs, 'kernel', axis=None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+  """What the parameters of a config look like.
+
+  Attributes:
+    shapes: name -> `jax.ShapeDtypeStruct`.
+    axes: name -> logical axis of each dimension.
+  """
+
+  shapes: Mapping[str, jax.ShapeDtypeStruct]
+  axes: Mapping[str, tuple]
+
+
+def _flat(state) -> dict:
+  return {'/'.join(map(str, path)): x for path, x in nnx.to_flat_state(state)}
+
+
+def spec(config: ModelConfig, stacked=False) -> Spec:
+  abstract = nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0)))
+  flat = _flat(nnx.state(abstract))
+  shapes = {
+      k: jax.ShapeDtypeStruct(v.shape, v.dtype) for k, v in flat.items()
+  }
+  axes = {k: v.get_metadata()['axes'] for k, v in flat.items()}
+  if stacked:
+    shapes = jax.eval_shape(stack, shapes)
+    first = {k: axes[k] for k in axes if not k.startswith('layers/')}
+    for k in axes:
+      if k.startswith('layers/0/'):
+        first['layers/' + k.split('/', 2)[2]] = ('layers', *axes[k])
+    axes = first
+  return Spec(shapes, axes)
+
+
+def init(config: ModelConfig, key) -> dict:
+  """Random parameters, per-layer leaves."""
+  return _init(config, key)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _init(config, key):
+  model = Decoder(config, nnx.Rngs(params=key))
+  return {k: v[...] for k, v in _flat(nnx.state(model)).items()}
+
+
+def is_stacked(params: Params) -> bool:
+  return 'layers/attn/qkv' in params
+
+
+def stack(params: Params) -> dict:
+  """Per-layer leaves -> leaves with a leading layer axis."""
+  out, layers = {}, {}
+  for name, x in params.items():
+    if name.startswith('layers/'):
+      _, i, rest = name.split('/', 2)
+      layers.setdefault(rest, {})[int(i)] = x
+    else:
+      out[name] = x
+  for rest, xs in layers.items():
+    out['layers/' + rest] = jnp.stack([xs[i] for i in range(len(xs))])
+  return out
+
+
+def unstack(params: Params) -> dict:
+  """The inverse of `stack`."""
+  out = {}
+  for name, x in params.items():
+    if name.startswith('layers/'):
+      rest = name.split('/', 1)[1]
+      out |= {f'layers/{i}/{rest}': x[i] for i in range(x.shape[0])}
+    else:
+      out[name] = x
+  return out
+
+
+def layer(params: Params, i: int) -> dict:
+  """Parameters of layer i, from either layout."""
+  prefix = 'layers/' if is_stacked(params) else f'layers/{i}/'
+  part = {
+      k[len(prefix):]: x for k, x in params.items() if k.startswith(prefix)
+  }
+  return {k: x[i] for k, x in part.items()} if is_stacked(params) else part
+
+
+@functools.cache
+def _definition(kind, config):
+  return nnx.graphdef(nnx.eval_shape(lambda: kind(config, nnx.Rngs(0))))
+
+
+def block(config: ModelConfig, params: Params) -> Block:
+  """A `Block` over the parameters that `layer` returns."""
+  nested = {}
+  for name, x in params.items():
+    inner = nested
+    *path, last = name.split('/')
+    for part in path:
+      inner = inner.setdefault(part, {})
+    inner[last] = x
+  return nnx.merge(_definition(Block, config), nested)
+
+
+def norm(config: ModelConfig, params: Params, x):
+  """The final norm."""
+  state = {'scale': params['norm/scale']}
+  return nnx.merge(_definition(RMSNorm, config), state)(x)
+
+
+def head(params: Params):
+  """The output table [V, D]."""
+  return params.get('head/kernel', params['embed/table'])
+
+
+def value(params: Params, h):
+  """The scalar head: fp32 [...] from [..., D]."""
+  if 'value/kernel' not in params:
+    raise errors.InputError('The model has no value head; set value_head.')
+  w = params['value/kernel'][0].astype(jnp.float32)
+  return (h.astype(jnp.float32) * w[(None,) * (h.ndim - 1)]).sum(-1)
+
+
+def rope(config: ModelConfig, position_BT):
+  """(cos, sin) for `Block`."""
+  scaling = rope_ops.frequencies(
+      config.head_dim, config.rope_theta, config.rope_scaling
+  )
+  return rope_ops.angles(position_BT, *scaling)
+
+
+def embed(params: Params, tokens_BT, dtype):
+  return params['embed/table'].astype(dtype)[tokens_BT]
+
+
+def hidden(
+    config: ModelConfig, params: Params, tokens_BT, position_BT,
+    attend: Callable, *, remat='none', dtype=jnp.float32,
+):
+  """Final hidden states [B, T, D], normed: what the heads read.
+
+  Args:
+    attend: `attend(q, k, v) -> o`, closed over the visibility.
+    remat: 'none', 'full' or 'dots': what the backward pass computes again.
+    dtype: of activations and of weights inside products.
+  """
+  x = embed(params, tokens_BT, dtype)
+  x = sharding.constrain(x, ('batch', 'time', None))
+  cos, sin = rope(config, position_BT)
+
+  def one(x, w, cos, sin):
+    x, _ = block(config, w)(x, (cos, sin), lambda *a: (attend(*a), None))
+    return x
+
+  if remat not in REMAT:
+    raise errors.InputError(f'{remat=} must be one of {sorted(REMAT)}.')
+  scanned = is_stacked(params)
+  if remat != 'none':
+    one = jax.checkpoint(one, policy=REMAT[remat], prevent_cse=not scanned)
+  if scanned:
+    stackd = {
+        k.removeprefix('layers/'): v
+        for k, v in params.items() if k.startswith('layers/')
+    }
+    x, _ = jax.lax.scan(lambda x, w: (one(x, w, cos, sin), None), x, stackd)
+  else:
+    # Traced once, since every layer has the same shapes.
+    one = jax.jit(one)
+    for i in range(config.num_layers):
+      x = one(x, layer(params, i), cos, sin)
+  return norm(config, params, x)

@@ -1,0 +1,1 @@
+"""Array functions that models and losses share: masks, log-probs, attention."""

@@ -1,0 +1,181 @@
+"""Attention under one visibility rule; see `visibility` for who sees whom."""
+
+import chex
+import jax
+import jax.numpy as jnp
+from rlpost.ops import blockwise, visibility
+from rlpost.ops.visibility import MASKED, SharedPrefix, Where, visible
+
+causal = visibility.causal
+
+
+def attention(
+    q_BTHP, k_BSJP, v_BSJP, query: Where, key: Where | None = None, *,
+    backend='dense', window=None, layout: SharedPrefix | None = None,
+    block=256,
+):
+  """Softmax attention with grouped key heads, scores and sums in fp32.
+
+  Args:
+    q_BTHP: queries.
+    k_BSJP, v_BSJP: keys and values with J heads; J divides H.
+    query: where the queries stand.
+    key: where the keys stand; the same as `query` if None.
+    backend: 'dense' holds all scores; 'blockwise' holds `block` x `block`.
+    window: see only keys less than this many positions back.
+    layout: a promise that lets 'dense' skip scores between samples.
+    block: edge of a block for 'blockwise', in tokens.
+
+  Returns:
+    [B, T, H, P] in the dtype of the queries; 0 where nothing is visible.
+  """
+  key = query if key is None else key
+  chex.assert_equal_shape([k_BSJP, v_BSJP])
+  chex.assert_shape([query.segment], q_BTHP.shape[:2])
+  chex.assert_shape([key.segment], k_BSJP.shape[:2])
+  if backend == 'blockwise':
+    return blockwise.attention(
+        q_BTHP, k_BSJP, v_BSJP, query, key, window=window, block=block
+    )
+  if backend != 'dense':
+    raise ValueError(f'{backend=} must be dense or blockwise.')
+  q = visibility.blank(q_BTHP, query.segment)
+  k = visibility.blank(k_BSJP, key.segment)
+  v = visibility.blank(v_BSJP, key.segment)
+  if layout is None:
+    out = _dense(q, k, v, visible(query, key, window))
+  else:
+    out = _shared_prefix(q, k, v, query, window, layout)
+  return visibility.blank(out, query.segment)
+
+
+def _heads_first(x_BTHP, groups):
+  """[B, T, J G, P] -> [B, J, G T, P]: one product per key head, no repeats."""
+  B, T, H, P = x_BTHP.shape
+  x = x_BTHP.reshape(B, T, H // groups, groups, P).transpose(0, 2, 3, 1, 4)
+  return x.reshape(B, H // groups, groups * T, P)
+
+
+def _scores(q, k):
+  """[.., Q, P] and [.., S, P] -> fp32 [.., Q, S]."""
+  return jnp.einsum(
+      '...qp,...sp->...qs', q, k, preferred_element_type=jnp.float32
+  )
+
+
+def _mix(weights, v):
+  return jnp.einsum(
+      '...qs,...sp->...qp', weights.astype(v.dtype), v,
+      preferred_element_type=jnp.float32,
+  )
+
+
+def _softmax(scores, seen):
+  """Softmax over the last axes of several score blocks taken together.
+
+  Returns the unnormalised weights of each block, and one over their sum; both
+  are 0 for a query that sees nothing.
+  """
+  masked = [jnp.where(m, s, MASKED) for s, m in zip(scores, seen, strict=True)]
+  top = masked[0].max(-1, keepdims=True)
+  for s in masked[1:]:
+    top = jnp.maximum(top, s.max(-1, keepdims=True))
+  top = jax.lax.stop_gradient(top)
+  weights = [
+      jnp.where(m, jnp.exp(s - top), 0.0)
+      for s, m in zip(masked, seen, strict=True)
+  ]
+  total = sum(w.sum(-1, keepdims=True) for w in weights)
+  return weights, jnp.where(total > 0, 1 / jnp.where(total > 0, total, 1), 0)
+
+
+def _dense(q_BTHP, k_BSJP, v_BSJP, seen_BTS):
+  B, T, H, P = q_BTHP.shape
+  J = k_BSJP.shape[2]
+  G = H // J
+  q = _heads_first(q_BTHP * jnp.asarray(P**-0.5, q_BTHP.dtype), G)
+  k, v = _heads_first(k_BSJP, 1), _heads_first(v_BSJP, 1)
+  scores = _scores(q, k).reshape(B, J, G, T, -1)
+  (weights,), scale = _softmax([scores], [seen_BTS[:, None, None]])
+  out = _mix((weights * scale).reshape(B, J, G * T, -1), v)
+  return _tokens_first(out, G).astype(q_BTHP.dtype)
+
+
+def _tokens_first(x, groups):
+  """[B, J, G T, P] -> [B, T, J G, P]."""
+  B, J, GT, P = x.shape
+  x = x.reshape(B, J, groups, GT // groups, P).transpose(0, 3, 1, 2, 4)
+  return x.reshape(B, GT // groups, J * groups, P)
+
+
+def _shared_prefix(q, k, v, where, window, layout):
+  """The prefix attends to itself; every sample to the prefix and itself."""
+  B, _, H, P = q.shape
+  T, R, N, J = layout.prefix, layout.samples, layout.width, k.shape[2]
+  chex.assert_axis_dimension(q, 1, layout.length)
+  head, tail = (Where(*(x[:, s] for x in where))
+                for s in (slice(None, T), slice(T, None)))
+  first = _dense(q[:, :T], k[:, :T], v[:, :T], visible(head, head, window))
+
+  def samples(x):  # [B, J, G R N, S] -> [B, J, R, G N, S]
+    x = x.reshape(B, J, -1, R, N, x.shape[-1]).swapaxes(2, 3)
+    return x.reshape(B, J, R, -1, x.shape[-1])
+
+  def joined(x):  # [B, J, R, G N, S] -> [B, J, G, R N, S]
+    x = x.reshape(B, J, R, H // J, N, -1).swapaxes(2, 3)
+    return x.reshape(B, J, H // J, R * N, -1)
+
+  q = _heads_first(q[:, T:] * jnp.asarray(P**-0.5, q.dtype), H // J)
+  k_head, k_tail = _heads_first(k[:, :T], 1), _heads_first(k[:, T:], 1)
+  v_head, v_tail = _heads_first(v[:, :T], 1), _heads_first(v[:, T:], 1)
+  shared = _scores(q, k_head).reshape(B, J, H // J, R * N, T)
+  own = joined(_scores(samples(q), samples(k_tail)))
+  alone = Where(*(x.reshape(B * R, N) for x in tail))
+  seen_own = visible(alone, alone, window).reshape(B, R * N, N)
+  seen = [visible(tail, head, window), seen_own]
+  (w_shared, w_own), scale = _softmax(
+      [shared, own], [m[:, None, None] for m in seen]
+  )
+  out = _mix((w_shared * scale).reshape(B, J, -1, T), v_head)
+  own = _mix(samples(w_own * scale), samples(v_tail))
+  out = out + joined(own).reshape(B, J, -1, P)
+  out = _tokens_first(out, H // J).astype(first.dtype)
+  return jnp.concatenate([first, out], axis=1)
+
+
+def decode_attention(q_BHP, prefix, own, seen_QT, seen_BW):
+  """One query per row against its prompt's cache and its own.
+
+  Rows b of one prompt are neighbours: row b belongs to prompt b // R. A
+  prompt's keys are stored once and read by its R rows in one product.
+
+  Args:
+    q_BHP: one query per row.
+    prefix: (k, v), each [Q, J, T, P], the prompts' cache.
+    own: (k, v), each [B, J, W, P], the rows' own cache.
+    seen_QT, seen_BW: boolean, which cached keys may be seen.
+
+  Returns:
+    [B, H, P].
+  """
+  B, H, P = q_BHP.shape
+  Q, J, T, _ = prefix[0].shape
+  R, G, W = B // Q, H // J, own[0].shape[2]
+  q = q_BHP.reshape(B, J, G, P) * jnp.asarray(P**-0.5, q_BHP.dtype)
+
+  def by_prompt(x):  # [B, J, G, S] -> [Q, J, R G, S]
+    x = x.reshape(Q, R, J, G, -1).swapaxes(1, 2)
+    return x.reshape(Q, J, R * G, -1)
+
+  def by_row(x):  # [Q, J, R G, S] -> [B, J, G, S]
+    x = x.reshape(Q, J, R, G, -1).swapaxes(1, 2)
+    return x.reshape(B, J, G, -1)
+
+  shared = _scores(by_prompt(q), prefix[0])
+  mine = by_prompt(_scores(q, own[0]))
+  seen_mine = jnp.broadcast_to(seen_BW.reshape(Q, 1, R, 1, W), (Q, 1, R, G, W))
+  seen = [seen_QT[:, None, None], seen_mine.reshape(Q, 1, R * G, W)]
+  (w_shared, w_mine), scale = _softmax([shared, mine], seen)
+  out = by_row(_mix(w_shared * scale, prefix[1]))
+  out = out + _mix(by_row(w_mine * scale), own[1])
+  return out.reshape(B, H, P).astype(q_BHP.dtype)

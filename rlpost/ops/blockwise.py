@@ -1,0 +1,285 @@
+"""Attention that holds the scores of one pair of blocks at a time.
+
+Online softmax: with running maximum m, sum l and unnormalised output o, a
+block of scores s gives m' = max(m, max s), p = exp(s - m'), a = exp(m - m'),
+l' = a l + sum p, o' = a o + p v (Milakov & Gimelshein, 2018, arXiv:1805.02867;
+Dao et al., 2022, arXiv:2205.14135, algorithm 1). The backward pass keeps only
+o and the log-sum-exp, and makes the scores again (ibid., algorithm 4).
+
+Each block of queries visits only the blocks of keys in which something may be
+visible: a bound of orders, segments, parents and positions decides, once per
+call, and a loop runs over the list. Plain XLA: it runs wherever JAX does.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+from rlpost.ops import visibility
+from rlpost.ops.visibility import MASKED, Where
+
+# Where the running maximum starts: far below any score, yet so far above
+# MASKED that exp(MASKED - _FLOOR) is 0 in a row that has seen nothing.
+_FLOOR = -1e29
+# Beyond every order, position and id; twice it still fits in int32.
+_FAR = 2**30 - 1
+
+
+def attention(
+    q_BTHP, k_BSJP, v_BSJP, query: Where, key: Where | None = None, *,
+    window=None, block=256,
+):
+  """Softmax attention; see `attention_with_lse`. Returns [B, T, H, P]."""
+  return attention_with_lse(
+      q_BTHP, k_BSJP, v_BSJP, query, key, window=window, block=block
+  )[0]
+
+
+def attention_with_lse(
+    q_BTHP, k_BSJP, v_BSJP, query: Where, key: Where | None = None, *,
+    window=None, block=256,
+):
+  """Softmax attention and the log-sum-exp of its scores.
+
+  Outputs over disjoint sets of keys merge with the weights
+  `exp(lse_i - logsumexp(lse))`; gradients flow through both results.
+
+  Args:
+    q_BTHP: queries, any length.
+    k_BSJP, v_BSJP: keys and values with J heads, any length; J divides H.
+    query: where the queries stand.
+    key: where the keys stand; the same as `query` if None.
+    window: see only keys less than this many positions back.
+    block: longest edge of a block of scores, in tokens.
+
+  Returns:
+    [B, T, H, P] in the dtype of the queries, and fp32 [B, T, H]; 0 and
+    `MASKED` where nothing is visible.
+  """
+  key = query if key is None else key
+  chex.assert_equal_shape([k_BSJP, v_BSJP])
+  chex.assert_shape([*query], q_BTHP.shape[:2])
+  chex.assert_shape([*key], k_BSJP.shape[:2])
+  q = visibility.blank(q_BTHP, query.segment)
+  k = visibility.blank(k_BSJP, key.segment)
+  v = visibility.blank(v_BSJP, key.segment)
+  out, lse = _attend(q, k, v, query, key, window, block)
+  valid = (query.segment >= 0)[:, :, None]
+  return visibility.blank(out, query.segment), jnp.where(valid, lse, MASKED)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def _attend(q, k, v, query, key, window, block):
+  return _forward(q, k, v, query, key, window, block)[0]
+
+
+class _Blocks(NamedTuple):
+  """Inputs cut into I blocks of queries (c tokens) and N of keys (s tokens).
+
+  `live` [I, N] lists, for each block of queries, first the `count` [I] blocks
+  of keys that it must visit.
+  """
+
+  q: Any  # [I, B, J, G c, P], scaled
+  k: Any  # [N, B, J, s, P]
+  v: Any  # [N, B, J, s, P]
+  query: Where  # [I, B, c] each
+  key: Where  # [N, B, s] each
+  live: Any
+  count: Any
+
+
+def _cut(q, k, v, query, key, window, block):
+  groups = q.shape[2] // k.shape[2]
+  size, key_size = _edge(q.shape[1], block), _edge(k.shape[1], block)
+  query, key = _cut_where(query, size), _cut_where(key, key_size)
+  live = _may_see(query, key, window)
+  q = q * jnp.asarray(q.shape[-1] ** -0.5, q.dtype)
+  return _Blocks(
+      q=_cut_heads(q, groups, size),
+      k=_cut_heads(k, 1, key_size),
+      v=_cut_heads(v, 1, key_size),
+      query=query,
+      key=key,
+      live=jnp.argsort(~live, axis=1, stable=True),
+      count=live.sum(1),
+  )
+
+
+def _may_see(query: Where, key: Where, window):
+  """Boolean [I, N]: false only if no query of block i sees a key of block n.
+
+  A bound: two ranges of segment ids that overlap need not share an id.
+  """
+
+  def span(x, keep):  # least and greatest kept [blocks, B]; none: inverted
+    least = jnp.where(keep, x, _FAR).min(-1)
+    return least, jnp.where(keep, x, -_FAR).max(-1)
+
+  asks, shows = query.segment >= 0, key.segment >= 0
+  first, last = (x[None] for x in span(key.segment, shows))
+
+  def reaches(segment, keep):
+    low, high = (x[:, None] for x in span(segment, keep))
+    return (low <= last) & (first <= high)
+
+  live = reaches(query.segment, asks)
+  live |= reaches(query.parent, asks & (query.parent >= 0))
+  latest = span(query.order, asks)[1][:, None]
+  live &= span(key.order, shows)[0][None] <= latest
+  if window is not None:
+    earliest = span(query.position, asks)[0][:, None]
+    live &= earliest - span(key.position, shows)[1][None] < window
+  return live.any(-1)
+
+
+def _edge(length, block):
+  """Edge of the fewest blocks of at most `block` that cover `length` evenly."""
+  even = -(-length // -(-length // block))
+  return min(-(-even // 8) * 8, block)
+
+
+def _pad(x, size, fill=0):
+  extra = -x.shape[1] % size
+  if not extra:
+    return x
+  widths = ((0, 0), (0, extra)) + ((0, 0),) * (x.ndim - 2)
+  return jnp.pad(x, widths, constant_values=fill)
+
+
+def _cut_where(where, size):
+  """[B, T] -> [I, B, c]; what is added is padding."""
+  B = where.segment.shape[0]
+  padded = (_pad(x, size, fill=-1) for x in where)
+  return Where(*(x.reshape(B, -1, size).swapaxes(0, 1) for x in padded))
+
+
+def _cut_heads(x_BTHP, groups, size):
+  """[B, I c, J G, P] -> [I, B, J, G c, P]."""
+  x = _pad(x_BTHP, size)
+  B, T, H, P = x.shape
+  x = x.reshape(B, T // size, size, H // groups, groups, P)
+  x = x.transpose(1, 0, 3, 4, 2, 5)
+  return x.reshape(T // size, B, H // groups, groups * size, P)
+
+
+def _join_heads(x, groups, length):
+  """The inverse of `_cut_heads`, cut back to `length`."""
+  count, B, J, rows, P = x.shape
+  x = x.reshape(count, B, J, groups, rows // groups, P)
+  x = x.transpose(1, 0, 4, 2, 3, 5)
+  return x.reshape(B, -1, J * groups, P)[:, :length]
+
+
+def _pick(tree, n):
+  return jax.tree.map(
+      lambda x: jax.lax.dynamic_index_in_dim(x, n, keepdims=False), tree
+  )
+
+
+def _product(equation, x, y):
+  return jnp.einsum(equation, x, y, preferred_element_type=jnp.float32)
+
+
+def _scores(q, k, seen_Bcs, less):
+  """fp32 [B, J, G c, s]: q k^T - less where seen, MASKED elsewhere."""
+  B, J, rows, _ = q.shape
+  c, s = seen_Bcs.shape[1:]
+  scores = _product('bjqp,bjsp->bjqs', q, k) - less[..., None]
+  scores = scores.reshape(B, J, rows // c, c, s)
+  scores = jnp.where(seen_Bcs[:, None, None], scores, MASKED)
+  return scores.reshape(B, J, rows, s)
+
+
+def _forward(q, k, v, query, key, window, block):
+  # Inside a scan over layers, all that depends only on the layout would be
+  # computed for every block at once and stored; tied to q, it is not.
+  q_, query_, key_ = jax.lax.optimization_barrier((q, query, key))
+  blocks = _cut(q_, k, v, query_, key_, window, block)
+  groups = q.shape[2] // k.shape[2]
+
+  def one_query_block(_, args):
+    q, query, live, count = args
+
+    def visit(n, state):
+      top, total, out = state
+      k, v, key = _pick((blocks.k, blocks.v, blocks.key), live[n])
+      seen = visibility.visible(query, key, window)
+      scores = _scores(q, k, seen, jnp.zeros((1, 1, 1)))
+      new = jnp.maximum(top, scores.max(-1))
+      p = jnp.exp(scores - new[..., None])
+      fade = jnp.exp(top - new)
+      total = total * fade + p.sum(-1)
+      out = out * fade[..., None] + _product(
+          'bjqs,bjsp->bjqp', p.astype(v.dtype), v
+      )
+      return new, total, out
+
+    start = (
+        jnp.full(q.shape[:-1], _FLOOR),
+        jnp.zeros(q.shape[:-1]),
+        jnp.zeros(q.shape, jnp.float32),
+    )
+    top, total, out = jax.lax.fori_loop(0, count, visit, start)
+    some = total > 0
+    total = jnp.where(some, total, 1.0)
+    lse = jnp.where(some, top + jnp.log(total), MASKED)
+    return None, (out / total[..., None], lse)
+
+  _, (out, lse) = jax.lax.scan(
+      one_query_block, None,
+      (blocks.q, blocks.query, blocks.live, blocks.count),
+  )
+  out = _join_heads(out, groups, q.shape[1]).astype(q.dtype)
+  lse = _join_heads(lse[..., None], groups, q.shape[1])[..., 0]
+  return (out, lse), (q, k, v, query, key, out, lse)
+
+
+def _backward(window, block, residuals, cotangents):
+  q, k, v, query, key, out, lse = residuals
+  d_out, d_lse = cotangents
+  q_, query_, key_ = jax.lax.optimization_barrier((q, query, key))
+  blocks = _cut(q_, k, v, query_, key_, window, block)
+  groups, size = q.shape[2] // k.shape[2], blocks.query.segment.shape[-1]
+  # dS = P (dP - sum_p dO O + d lse), dP = dO V^T.
+  delta = (d_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1) - d_lse
+  delta, lse = (
+      _cut_heads(x[..., None], groups, size)[..., 0] for x in (delta, lse)
+  )
+  d_out = _cut_heads(d_out.astype(v.dtype), groups, size)
+
+  def one_query_block(carry, args):
+    q, query, live, count, d_out, delta, lse = args
+
+    def visit(n, state):
+      d_q, d_k, d_v = state
+      k, v, key = _pick((blocks.k, blocks.v, blocks.key), live[n])
+      seen = visibility.visible(query, key, window)
+      p = jnp.exp(_scores(q, k, seen, lse))
+      d_p = _product('bjqp,bjsp->bjqs', d_out, v)
+      d_s = (p * (d_p - delta[..., None])).astype(k.dtype)
+      p = p.astype(v.dtype)
+      d_q = d_q + _product('bjqs,bjsp->bjqp', d_s, k)
+      d_k = d_k.at[live[n]].add(_product('bjqs,bjqp->bjsp', d_s, q))
+      d_v = d_v.at[live[n]].add(_product('bjqs,bjqp->bjsp', p, d_out))
+      return d_q, d_k, d_v
+
+    start = jnp.zeros(q.shape, jnp.float32), *carry
+    d_q, *carry = jax.lax.fori_loop(0, count, visit, start)
+    return tuple(carry), d_q
+
+  start = tuple(jnp.zeros(x.shape, jnp.float32) for x in (blocks.k, blocks.v))
+  (d_k, d_v), d_q = jax.lax.scan(
+      one_query_block, start,
+      (blocks.q, blocks.query, blocks.live, blocks.count, d_out, delta, lse),
+  )
+  d_q = _join_heads(d_q, groups, q.shape[1]) * q.shape[-1] ** -0.5
+  d_k, d_v = (_join_heads(x, 1, k.shape[1]) for x in (d_k, d_v))
+  return (
+      d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype), None, None
+  )
+
+
+_attend.defvjp(_forward, _backward)

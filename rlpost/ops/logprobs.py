@@ -1,0 +1,130 @@
+"""Log-probabilities of given tokens, without holding all logits at once."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def token_logprobs(h_KD, table_VD, target_K, temperature_K, chunk):
+  """log p(target | h) and the entropy of p, p = softmax(h table^T / t).
+
+  Works through `chunk` rows at a time, forward and backward: at most
+  [chunk, V] logits exist, and the backward pass makes them again. All sums are
+  fp32.
+
+  Args:
+    h_KD: final hidden states of the predicting positions.
+    table_VD: output head.
+    target_K: int32, tokens to score.
+    temperature_K: fp32, positive.
+    chunk: rows at a time; K is padded to a multiple of it.
+
+  Returns:
+    (fp32 [K] log-probabilities, fp32 [K] entropies in nats).
+  """
+  return _forward(h_KD, table_VD, target_K, temperature_K, chunk)[0]
+
+
+def logits(h_KD, table_VD):
+  """fp32 [K, V]."""
+  return jax.lax.dot_general(
+      h_KD, table_VD.astype(h_KD.dtype), (((1,), (1,)), ((), ())),
+      preferred_element_type=jnp.float32,
+  )
+
+
+def logits_transposed(h_BD, table_VD):
+  """fp32 [V, B]: for few rows the large table belongs on the left."""
+  return jax.lax.dot_general(
+      table_VD.astype(h_BD.dtype), jax.lax.optimization_barrier(h_BD.T),
+      (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32,
+  )
+
+
+def _chunks(chunk, *arrays):
+  """Pads the leading axis with edge rows and splits it by `chunk`."""
+  K = arrays[0].shape[0]
+  extra = -K % chunk
+  padded = [
+      jnp.pad(x, ((0, extra),) + ((0, 0),) * (x.ndim - 1), mode='edge')
+      for x in arrays
+  ]
+  return tuple(x.reshape(-1, chunk, *x.shape[1:]) for x in padded)
+
+
+def _over_chunks(body, carry, arrays):
+  """`lax.scan`, or one plain call where there is a single chunk."""
+  if arrays[0].shape[0] > 1:
+    return jax.lax.scan(body, carry, arrays)
+  carry, out = body(carry, tuple(x[0] for x in arrays))
+  return carry, jax.tree.map(lambda x: x[None], out)
+
+
+def _forward(h_KD, table_VD, target_K, temperature_K, chunk):
+  chex.assert_equal_shape([target_K, temperature_K])
+  K = h_KD.shape[0]
+  chunk = min(chunk, K)
+
+  def body(carry, args):
+    h, target, temperature = args
+    z = logits(h, table_VD) / temperature[:, None]
+    z = z - z.max(1, keepdims=True)
+    e = jnp.exp(z)
+    total = e.sum(1)
+    norm = jnp.log(total)
+    chosen = jnp.take_along_axis(z, target[:, None], axis=1)[:, 0]
+    entropy = norm - (e * z).sum(1) / total
+    return carry, (chosen - norm, entropy)
+
+  args = _chunks(chunk, h_KD, target_K, temperature_K)
+  _, (logp, entropy) = _over_chunks(body, None, args)
+  out = logp.reshape(-1)[:K], entropy.reshape(-1)[:K]
+  return out, (h_KD, table_VD, target_K, temperature_K)
+
+
+def _backward(chunk, residuals, cotangents):
+  h_KD, table_VD, target_K, temperature_K = residuals
+  K = h_KD.shape[0]
+  chunk = min(chunk, K)
+  d_logp, d_entropy = cotangents
+  V = table_VD.shape[0]
+
+  def body(d_table, args):
+    h, target, temperature, g, g_entropy = args
+    z = logits(h, table_VD) / temperature[:, None]
+    z = z - z.max(1, keepdims=True)
+    e = jnp.exp(z)
+    p = e / e.sum(1, keepdims=True)
+    # d entropy / d z = -p (log p + entropy)
+    log_p = z - jnp.log(e.sum(1, keepdims=True))
+    entropy = -(p * log_p).sum(1, keepdims=True)
+    hot = jnp.arange(V)[None] == target[:, None]
+    d_z = jnp.where(hot, g[:, None], 0.0) - p * (
+        g[:, None] + g_entropy[:, None] * (log_p + entropy)
+    )
+    d_z = (d_z / temperature[:, None]).astype(h.dtype)
+    d_h = jnp.dot(
+        d_z, table_VD.astype(h.dtype), preferred_element_type=jnp.float32
+    )
+    d = jax.lax.dot_general(
+        d_z, h, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32
+    )
+    return d if d_table is None else d_table + d, d_h
+
+  # Padded rows repeat the last one: their cotangent must be zero.
+  extra = -K % chunk
+  args = _chunks(chunk, h_KD, target_K, temperature_K)
+  args += tuple(
+      jnp.pad(g, (0, extra)).reshape(-1, chunk) for g in (d_logp, d_entropy)
+  )
+  many = args[0].shape[0] > 1
+  start = jnp.zeros(table_VD.shape, jnp.float32) if many else None
+  d_table, d_h = _over_chunks(body, start, args)
+  d_h = d_h.reshape(-1, d_h.shape[-1])[:K].astype(h_KD.dtype)
+  return d_h, d_table.astype(table_VD.dtype), None, None
+
+
+token_logprobs.defvjp(_forward, _backward)

@@ -1,0 +1,85 @@
+"""Who sees whom: the one rule that every attention follows.
+
+A key is seen by a query iff its order is not later than the query's and its
+segment is the query's own or the query's parent; with a window, its RoPE
+position must also lie less than `window` before the query's. A negative
+segment is padding: never seen, and its own output is 0.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+# Score of a key that is not seen. Finite, so that a row without visible keys
+# gives 0 and never NaN.
+MASKED = -1e30
+
+
+class Where(NamedTuple):
+  """Where each token stands: int32 [B, T] each; see the module's rule."""
+
+  order: Any
+  position: Any
+  segment: Any
+  parent: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class SharedPrefix:
+  """A promise about a row: `prefix` tokens, then `samples` of `width` each.
+
+  Tokens of a sample see only the prefix and their own sample, so the scores
+  between samples need not be computed. The visibility rule still applies
+  inside the blocks; the promise changes the cost, not the result.
+  """
+
+  prefix: int
+  samples: int
+  width: int
+
+  @property
+  def length(self) -> int:
+    return self.prefix + self.samples * self.width
+
+
+def causal(segment_BT) -> Where:
+  """`Where` of plain rows: one document per segment id, in row order.
+
+  Positions restart with each segment; segments must be contiguous.
+  """
+  B, T = segment_BT.shape
+  order = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[None], (B, T))
+  first = jnp.concatenate(
+      [
+          jnp.ones((B, 1), bool),
+          segment_BT[:, 1:] != segment_BT[:, :-1],
+      ],
+      axis=1,
+  )
+  start = jax.lax.cummax(jnp.where(first, order, 0), axis=1)
+  return Where(order, order - start, segment_BT, jnp.full((B, T), -2))
+
+
+def visible(query: Where, key: Where, window: int | None = None):
+  """Boolean [B, T, S]: the module's rule."""
+  segment = key.segment[:, None, :]
+  own = query.segment[:, :, None] == segment
+  parent = query.parent[:, :, None] == segment
+  seen = (own | parent) & (segment >= 0) & (query.segment[:, :, None] >= 0)
+  seen &= key.order[:, None, :] <= query.order[:, :, None]
+  if window is not None:
+    distance = query.position[:, :, None] - key.position[:, None, :]
+    seen &= distance < window
+  return seen
+
+
+def blank(x_BT, segment_BT):
+  """`x` [B, T, ...] with zeros at padding, whatever stands there.
+
+  A weight of 0 does not silence a NaN; a select does, in both directions.
+  """
+  valid = segment_BT >= 0
+  valid = valid.reshape(valid.shape + (1,) * (x_BT.ndim - 2))
+  return jnp.where(valid, x_BT, jnp.zeros((), x_BT.dtype))

@@ -1,0 +1,1 @@
+"""Checkers of answers, the scoring pool, and per-domain normalisation."""

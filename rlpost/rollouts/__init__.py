@@ -1,0 +1,1 @@
+"""From a policy and tasks to trajectories: decoding, collecting."""

@@ -1,0 +1,1 @@
+"""State, programs, the step and the loop around them."""

@@ -1,0 +1,1 @@
+"""Files to parameters and back: GGUF, Hugging Face folders, the base model."""
