@@ -25,6 +25,7 @@ setuptools.setup(
     'flax>=0.12.8,<0.13',
     'gguf>=0.19,<0.20',
     'grain>=0.2.18,<0.3',
+    'huggingface_hub>=2.4,<3',
     'jax>=0.10.2,<0.11',
     'jinja2>=3.1.6,<4',
     'matplotlib>=3.11,<4',
@@ -43,7 +44,7 @@ setuptools.setup(
   extras_require={
     'dev': ['ruff>=0.17,<0.18'],
     'notebook': ['ipykernel', 'nbclient', 'nbformat'],
-    'oracle': ['torch', 'transformers>=5,<6'],
+    'oracle': ['accelerate', 'regex', 'torch', 'transformers>=5,<6'],
     'tensorboard': ['tensorboardX>=2.6.5,<3'],
     'tpu': ['jax[tpu]'],
     'wandb': ['wandb'],

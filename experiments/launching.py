@@ -84,7 +84,7 @@ def _end(message: object, code: int) -> NoReturn:
 def _parse(argv: list[str]) -> tuple[ml_collections.ConfigDict, str]:
   spec = _flag_value(argv, 'config')
   if spec is not None:
-    _check_overrides(argv, read_config(spec))
+    check_overrides(argv, read_config(spec))
   try:
     extra = flags.FLAGS(argv)[1:]
   except (flags.Error, AttributeError, KeyError, TypeError, ValueError) as e:
@@ -166,8 +166,12 @@ def _known_configs(folder: str) -> str:
   return f'In {folder}/ there are: {", ".join(names) or "none"}.'
 
 
-def _check_overrides(argv: Iterable[str], config: Mapping) -> None:
-  """Refuses `--config.KEY` for a key that the config does not have."""
+def check_overrides(argv: Iterable[str], config: Mapping) -> None:
+  """Refuses `--config.KEY` for a key that the config does not have.
+
+  Raises:
+    InputError: with the key that may have been meant.
+  """
   known = set(flatten(config))
   sections = {k.rpartition('.')[0] for k in known}
   for arg in argv:
@@ -184,7 +188,7 @@ def _check_overrides(argv: Iterable[str], config: Mapping) -> None:
 
 def _suggestion(word: str, known: Iterable[str]) -> str:
   known = sorted(known)
-  close = difflib.get_close_matches(word, known, n=3, cutoff=0.5)
+  close = difflib.get_close_matches(word, known, n=1)
   # The right name in the wrong section is the other common slip.
   tail = word.rpartition('.')[2]
   close += [k for k in known if k.rpartition('.')[2] == tail and k not in close]

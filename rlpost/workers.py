@@ -12,10 +12,8 @@ Children are started with `exec` (never a bare fork), hence a pool may replace
 workers after JAX has started its threads.
 """
 
-import collections
 import concurrent.futures
 import contextlib
-import dataclasses
 import importlib
 import json
 import os
@@ -30,11 +28,12 @@ import sys
 import threading
 import time
 import traceback
-from typing import Any, Sequence
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from rlpost import errors
 
-# Names of the parent's variables that a worker may see; nothing else passes.
+# The parent's variables that a worker may see.
 ENV_ALLOWED = ('PATH', 'HOME', 'LANG', 'LC_ALL', 'TMPDIR', 'TZ',
                'LD_LIBRARY_PATH', 'PYTHONPATH')  # fmt: skip
 MEMORY_BYTES = 4 << 30
@@ -57,8 +56,7 @@ class DiedError(Exception):
   """The worker died during the call (crash, kill, out of memory), twice."""
 
 
-@dataclasses.dataclass(frozen=True)
-class _Job:
+class _Job(NamedTuple):
   frame: bytes
   retries: int
   future: concurrent.futures.Future
@@ -80,12 +78,12 @@ class WorkerPool:
   """
 
   def __init__(
-      self,
-      size: int,
-      *,
-      cpu_s: float = 5.0,
-      wall_s: float = 120.0,
-      memory_bytes: int = MEMORY_BYTES,
+    self,
+    size: int,
+    *,
+    cpu_s: float = 5.0,
+    wall_s: float = 120.0,
+    memory_bytes: int = MEMORY_BYTES,
   ):
     if size < 1:
       raise errors.InputError(f'{size=} workers; give at least 1.')
@@ -95,14 +93,15 @@ class WorkerPool:
     self._cpu_s, self._wall_s = cpu_s, wall_s
     self._memory_bytes = memory_bytes
     self._lock = threading.Lock()
-    self._counts = collections.Counter()
+    kinds = ('calls', 'restarts', 'timeouts', 'deaths')
+    self._counts = dict.fromkeys(kinds, 0)
     self._live: set[_Process] = set()
     self._closed = False
     self._lost: errors.LostWorkerError | None = None
     self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
     self._threads = [
-        threading.Thread(target=self._serve, name=f'worker-{i}', daemon=True)
-        for i in range(size)
+      threading.Thread(target=self._serve, name=f'worker-{i}', daemon=True)
+      for i in range(size)
     ]
     for thread in self._threads:
       thread.start()
@@ -116,9 +115,8 @@ class WorkerPool:
   @property
   def counts(self) -> dict[str, int]:
     """Calls finished; attempts that ended badly; workers replaced."""
-    names = ('calls', 'restarts', 'timeouts', 'deaths')
     with self._lock:
-      return {name: self._counts[name] for name in names}
+      return dict(self._counts)
 
   @property
   def pids(self) -> list[int]:
@@ -127,13 +125,13 @@ class WorkerPool:
       return sorted(process.pid for process in self._live)
 
   def submit(
-      self,
-      function: str,
-      payload: Any,
-      *,
-      cpu_s: float | None = None,
-      retries: int = 1,
-      imports: Sequence[str] = (),
+    self,
+    function: str,
+    payload: Any,
+    *,
+    cpu_s: float | None = None,
+    retries: int = 1,
+    imports: Sequence[str] = (),
   ) -> concurrent.futures.Future:
     """Calls `function(payload)` in a worker.
 
@@ -153,13 +151,8 @@ class WorkerPool:
       raise self._lost
     if self._closed:
       raise RuntimeError('The worker pool is closed.')
-    request = {
-        'function': function,
-        'payload': payload,
-        'cpu_s': self._cpu_s if cpu_s is None else cpu_s,
-        'wall_s': self._wall_s,
-        'imports': list(imports),
-    }
+    request = dict(function=function, payload=payload, imports=list(imports))
+    request |= dict(cpu_s=cpu_s or self._cpu_s, wall_s=self._wall_s)
     job = _Job(_frame(request), retries, concurrent.futures.Future())
     self._jobs.put(job)
     if self._closed or self._lost is not None:  # it may have come too late
@@ -170,9 +163,8 @@ class WorkerPool:
     """Kills every worker; calls not yet finished are cancelled or fail."""
     with self._lock:
       self._closed = True
-      live = list(self._live)
-    for process in live:
-      process.kill()
+      for process in self._live:
+        process.kill()
     self._drain()
     for _ in self._threads:
       self._jobs.put(None)
@@ -187,10 +179,9 @@ class WorkerPool:
       while (job := self._jobs.get()) is not None:
         if job.future.set_running_or_notify_cancel():
           process = self._run(job, process)
-    except Exception as error:  # nobody may wait for a thread that is gone
-      lost = error
-      if not isinstance(error, errors.LostWorkerError):
-        lost = errors.LostWorkerError(f'A worker thread failed: {error!r}')
+    except Exception as lost:  # nobody may wait for a thread that is gone
+      if not isinstance(lost, errors.LostWorkerError):
+        lost = errors.LostWorkerError(f'A worker thread failed: {lost!r}')
       if job is not None and not job.future.done():
         job.future.set_exception(lost)
       if not self._closed:
@@ -207,21 +198,20 @@ class WorkerPool:
         reply = process.exchange(job.frame, self._wall_s)
       except (DeadlineError, DiedError) as error:
         self._stop(process)
-        self._count(
-            'timeouts' if isinstance(error, DeadlineError) else 'deaths'
-        )
+        late = isinstance(error, DeadlineError)
+        self._count('timeouts' if late else 'deaths')
         process = self._start()
         self._count('restarts')
         if attempt == job.retries:
           self._count('calls')
           job.future.set_exception(error)
-        continue
-      self._count('calls')
-      if reply['ok']:
-        job.future.set_result(reply['result'])
       else:
-        job.future.set_exception(CallError(reply['error']))
-      break
+        self._count('calls')
+        if reply['ok']:
+          job.future.set_result(reply['result'])
+        else:
+          job.future.set_exception(CallError(reply['error']))
+        break
     return process
 
   def _count(self, name: str) -> None:
@@ -241,18 +231,16 @@ class WorkerPool:
           self._live.add(process)
         if self._closed:  # close() may not have seen this one
           process.kill()
-        hello = {'memory_bytes': self._memory_bytes}
-        process.exchange(_frame(hello), self._wall_s)
+        process.exchange(_frame({'hello': self._memory_bytes}), self._wall_s)
         return process
       except (OSError, DeadlineError, DiedError) as error:
         reason = str(error)
-        if process is not None:
+        if process:
           self._stop(process)
     raise errors.LostWorkerError(
-        f'A worker could not be started in {_START_TRIES} tries: {reason} '
-        'Check that this Python can run `-m rlpost.workers` and that the '
-        'machine has processes and memory left; the run resumes from its '
-        'last checkpoint.'
+      f'A worker could not be started in {_START_TRIES} tries: {reason} '
+      f'Check that {sys.executable} can run `-m rlpost.workers` and that the '
+      'machine has processes and memory left, then resume.'
     )
 
   def _stop(self, process: '_Process') -> None:
@@ -261,16 +249,19 @@ class WorkerPool:
       self._live.discard(process)
 
   def _drain(self) -> None:
-    """Fails or cancels every queued job."""
+    """Fails or cancels every queued job; leaves the threads their ends."""
+    ends = 0
     with contextlib.suppress(queue.Empty):
       while True:
         job = self._jobs.get_nowait()
         if job is None:
-          continue
-        if self._lost is None:
+          ends += 1
+        elif self._lost is None:
           job.future.cancel()
         elif job.future.set_running_or_notify_cancel():
           job.future.set_exception(self._lost)
+    for _ in range(ends):
+      self._jobs.put(None)
 
 
 class _Process:
@@ -278,14 +269,14 @@ class _Process:
 
   def __init__(self):
     self._child = subprocess.Popen(
-        # -P: a `json.py` in the current folder must not shadow the library.
-        [sys.executable, '-P', '-m', 'rlpost.workers'],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=_environment(),
-        start_new_session=True,
-        bufsize=0,
+      # -P: a `json.py` in the current folder must not shadow the library.
+      [sys.executable, '-P', '-m', 'rlpost.workers'],
+      stdin=subprocess.PIPE,
+      stdout=subprocess.PIPE,
+      stderr=subprocess.PIPE,
+      env=_environment(),
+      start_new_session=True,
+      bufsize=0,
     )
     self.pid = self._child.pid
     self._lock = threading.Lock()
@@ -306,7 +297,7 @@ class _Process:
         left_s = stop - time.monotonic()
         if left_s <= 0:
           raise DeadlineError(
-              f'passed the wall-clock limit of {wall_s:g} s.{self._tail()}'
+            f'passed the wall-clock limit of {wall_s:g} s.{self._tail()}'
           )
         events = selector.select(min(left_s, 0.5))
         if not events and self._exited():
@@ -316,23 +307,25 @@ class _Process:
           if pipe is self._child.stdin:
             try:
               outbox = outbox[os.write(pipe.fileno(), outbox) :]
-            except BlockingIOError:
-              continue
             except BrokenPipeError:
               raise self._death() from None
-            if not outbox:
-              selector.unregister(pipe)
-            continue
-          data = os.read(pipe.fileno(), 1 << 16)
-          if pipe is self._child.stderr:
-            self._stderr = (self._stderr + data)[-_STDERR_BYTES:]
-            if not data:
-              selector.unregister(pipe)
-          elif data:
-            self._inbox += data
+            done = not outbox
           else:
-            raise self._death()
+            done = not self._read(pipe)
+            if done and pipe is self._child.stdout:
+              raise self._death()
+          if done:
+            selector.unregister(pipe)
     return reply
+
+  def _read(self, pipe) -> bool:
+    """Takes in what a readable pipe holds; false at its end."""
+    data = os.read(pipe.fileno(), 1 << 16)
+    if pipe is self._child.stdout:
+      self._inbox += data
+    else:
+      self._stderr = (self._stderr + data)[-_STDERR_BYTES:]
+    return bool(data)
 
   def kill(self) -> None:
     """SIGKILL to the whole group, from any thread."""
@@ -371,15 +364,13 @@ class _Process:
 
   def _death(self) -> Exception:
     """Why the child's pipe ended, from the way it exited."""
-    with contextlib.suppress(OSError):
-      data = os.read(self._child.stderr.fileno(), 1 << 16)
-      self._stderr = (self._stderr + data)[-_STDERR_BYTES:]
+    with contextlib.suppress(BlockingIOError):
+      self._read(self._child.stderr)
     self.reap()
     code = self._child.returncode
-    if code == -signal.SIGPROF:
-      return DeadlineError(f'passed its CPU deadline.{self._tail()}')
-    if code == -signal.SIGALRM:
-      return DeadlineError(f'passed the wall-clock limit.{self._tail()}')
+    if code in (-signal.SIGPROF, -signal.SIGALRM):
+      clock = 'CPU deadline' if code == -signal.SIGPROF else 'wall-clock limit'
+      return DeadlineError(f'passed its {clock}.{self._tail()}')
     if code == _OUT_OF_MEMORY:
       return DiedError(f'ran out of memory.{self._tail()}')
     how = f'signal {-code}' if code < 0 else f'exit code {code}'
@@ -393,28 +384,24 @@ class _Process:
 def _environment() -> dict[str, str]:
   env = {k: os.environ[k] for k in ENV_ALLOWED if k in os.environ}
   root = str(pathlib.Path(__file__).resolve().parents[1])
-  path = env.get('PYTHONPATH')
-  env['PYTHONPATH'] = f'{root}{os.pathsep}{path}' if path else root
+  path = os.pathsep.join(filter(None, (root, env.get('PYTHONPATH'))))
   # One thread a worker, and the same set order in every one of them.
-  env |= {'PYTHONHASHSEED': '0', 'OMP_NUM_THREADS': '1'}
-  return env
+  ours = {'PYTHONHASHSEED': '0', 'OMP_NUM_THREADS': '1'}
+  return env | ours | {'PYTHONPATH': path}
 
 
 def _frame(message: Any) -> bytes:
   body = json.dumps(message).encode()
   if len(body) > _FRAME_BYTES:
     raise errors.InputError(
-        f'A call of {len(body)} bytes passes the limit of {_FRAME_BYTES}; '
-        'send smaller batches.'
+      f'A call of {len(body)} bytes passes the limit of {_FRAME_BYTES}; '
+      'send smaller batches.'
     )
   return _HEADER.pack(len(body)) + body
 
 
-# The child's side.
-
-
 def _main() -> None:
-  """Answers calls until the parent closes the pipe."""
+  """The child: answers calls until the parent closes the pipe."""
   source = os.fdopen(os.dup(0), 'rb')
   sink = os.fdopen(os.dup(1), 'wb')
   # What a function prints goes to stderr and can never look like a reply.
@@ -431,8 +418,10 @@ def _main() -> None:
 
 
 def _answer(request: dict) -> bytes:
-  if 'memory_bytes' in request:  # the greeting
-    limit = request['memory_bytes']
+  if 'hello' in request:
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    unlimited = hard == resource.RLIM_INFINITY
+    limit = request['hello'] if unlimited else min(request['hello'], hard)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     return _frame({'ok': True, 'result': None})
   # Should the parent be gone, nobody else would end a call that sleeps.

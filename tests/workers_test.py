@@ -1,10 +1,12 @@
 """Workers: deadlines kill, the pool keeps its size, siblings are unharmed."""
 
+import contextlib
 import json
 import os
 import pathlib
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -64,7 +66,8 @@ def hog(unused):
 
 def child_pid(path):
   """Leaves a grandchild behind and hangs."""
-  child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])
+  code = 'import time; time.sleep(60)'
+  child = subprocess.Popen([sys.executable, '-c', code])
   pathlib.Path(path).write_text(str(child.pid))
   while True:
     pass
@@ -113,7 +116,7 @@ def test_a_hang_is_killed_and_siblings_keep_their_results(pool):
 def test_pool_keeps_its_size_after_many_hangs(pool):
   before = pool.counts['timeouts']
   hangs = [
-      pool.submit(here('spin'), None, cpu_s=0.02, retries=0) for _ in range(12)
+    pool.submit(here('spin'), None, cpu_s=0.02, retries=0) for _ in range(12)
   ]
   for future in hangs:
     with pytest.raises(workers.DeadlineError):
@@ -126,7 +129,7 @@ def test_pool_keeps_its_size_after_many_hangs(pool):
 @pytest.mark.slow
 def test_pool_keeps_its_size_after_100_hangs(pool):
   for future in [
-      pool.submit(here('spin'), None, cpu_s=0.02, retries=0) for _ in range(100)
+    pool.submit(here('spin'), None, cpu_s=0.02, retries=0) for _ in range(100)
   ]:
     with pytest.raises(workers.DeadlineError):
       future.result(120)
@@ -158,7 +161,8 @@ def test_environment_is_an_allow_list(pool, monkeypatch):
 
 
 def test_large_request_and_reply(pool):
-  assert pool.submit(here('double'), 'x' * 3_000_000).result(60) == 'x' * 6_000_000
+  text = 'x' * 3_000_000
+  assert pool.submit(here('double'), text).result(60) == text * 2
 
 
 def test_sleep_meets_the_wall_limit_but_costs_no_cpu_deadline():
@@ -180,9 +184,8 @@ def test_descendants_die_with_their_worker(pool, tmp_path):
   path = tmp_path / 'pid'
   with pytest.raises(workers.DeadlineError):
     pool.submit(here('child_pid'), str(path), retries=0, cpu_s=1).result(60)
-  stat = pathlib.Path(f'/proc/{path.read_text()}/stat')
   stop = time.monotonic() + 10
-  while stat.exists() and stat.read_text().rsplit(')')[1].split()[0] != 'Z':
+  while _running(int(path.read_text())):
     assert time.monotonic() < stop, 'the grandchild is still running'
     time.sleep(0.02)
 
@@ -230,11 +233,11 @@ def test_parent_main_is_not_needed_and_jax_is_not_imported(tmp_path):
   """A script without an `if __name__` guard can own a pool."""
   script = tmp_path / 'script.py'
   script.write_text(
-      'import json, sys\n'
-      'from rlpost import workers\n'
-      'pool = workers.WorkerPool(1)\n'
-      'print(json.dumps([pool.submit("math:sqrt", 9).result(60),'
-      ' "jax" in sys.modules]))\n'
+    'import json, sys\n'
+    'from rlpost import workers\n'
+    'pool = workers.WorkerPool(1)\n'
+    'print(json.dumps([pool.submit("math:sqrt", 9).result(60),'
+    ' "jax" in sys.modules]))\n'
   )
   env = dict(os.environ, PYTHONPATH=str(ROOT))
   done = subprocess.run(
@@ -242,3 +245,56 @@ def test_parent_main_is_not_needed_and_jax_is_not_imported(tmp_path):
       env=env, cwd=tmp_path, capture_output=True, timeout=120,
   )  # fmt: skip
   assert json.loads(done.stdout) == [3.0, False], done.stderr
+
+
+def test_workers_end_with_a_parent_that_is_killed():
+  code = (
+    'import time\n'
+    'from rlpost import workers\n'
+    'pool = workers.WorkerPool(2, cpu_s=0.5)\n'
+    'pool.submit("math:sqrt", 9).result(60)\n'
+    f'pool.submit("{here("spin")}", None, retries=0)\n'
+    'while len(pool.pids) < 2: time.sleep(0.01)\n'
+    'print(*pool.pids, flush=True)\n'
+    'time.sleep(60)\n'
+  )
+  env = dict(os.environ, PYTHONPATH=str(ROOT))
+  parent = subprocess.Popen(
+    [sys.executable, '-c', code], env=env, stdout=subprocess.PIPE
+  )
+  with parent:
+    pids = [int(pid) for pid in parent.stdout.readline().split()]
+    parent.kill()
+  assert len(pids) == 2
+  stop = time.monotonic() + 60
+  while any(_running(pid) for pid in pids):
+    assert time.monotonic() < stop, 'orphans are still running'
+    time.sleep(0.02)
+
+
+def test_late_submits_cannot_keep_close_waiting():
+  for _ in range(5):
+    pool = workers.WorkerPool(2)
+    stop = threading.Event()
+
+    def hurry(pool=pool, stop=stop):
+      with contextlib.suppress(RuntimeError, errors.LostWorkerError):
+        while not stop.is_set():
+          pool.submit(here('double'), 1)
+
+    threads = [threading.Thread(target=hurry) for _ in range(2)]
+    for thread in threads:
+      thread.start()
+    pool.close()
+    stop.set()
+    for thread in threads:
+      thread.join(30)
+      assert not thread.is_alive()
+
+
+def _running(pid):
+  try:
+    stat = pathlib.Path(f'/proc/{pid}/stat').read_text()
+  except (FileNotFoundError, ProcessLookupError):
+    return False
+  return stat.rsplit(')')[1].split()[0] != 'Z'

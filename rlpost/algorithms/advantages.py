@@ -10,8 +10,9 @@ groups. Everywhere in this file:
 * only members that are valid and whose reward is finite enter a statistic; the
   others get exactly 0. `usable` counts what was masked for not being finite;
 * a spread (largest minus smallest reward) of at most `threshold` times the
-  largest magnitude gives exactly 0. An epsilon under the division would not:
-  eight rewards that differ by one ulp reach an advantage of 1.3 at eps=1e-9;
+  largest magnitude (or times 1e-6, for sums that should have been 0) gives
+  exactly 0. An epsilon under the division would not: eight rewards that differ
+  by one ulp reach an advantage of 1.3 at eps=1e-9;
 * a group of one has nothing to be compared with and gets exactly 0.
 """
 
@@ -20,6 +21,10 @@ from typing import NamedTuple
 import numpy as np
 
 from rlpost import errors
+
+# Rewards below this magnitude count as rounding noise around 0: 0.1 + 0.2 - 0.3
+# is 6e-17, and its spread from 0 is not a difference between answers.
+MIN_SCALE = 1e-6
 
 
 def usable(reward_B, valid_B) -> tuple[np.ndarray, int]:
@@ -50,6 +55,11 @@ class GroupStatistics(NamedTuple):
   low_G: np.ndarray
   high_G: np.ndarray
   flat_G: np.ndarray
+
+
+def _flat(low, high, threshold):
+  scale = np.maximum(np.maximum(np.abs(low), np.abs(high)), MIN_SCALE)
+  return high - low <= threshold * scale
 
 
 def _checked(reward_B, group_B, valid_B, num_groups):
@@ -103,13 +113,12 @@ def statistics(
   np.maximum.at(high_G, group_B, reward_B)
   low_G = np.where(count_G > 0, low_G, 0.0)
   high_G = np.where(count_G > 0, high_G, 0.0)
-  scale_G = np.maximum(np.abs(low_G), np.abs(high_G))
-  flat_G = (count_G < 2) | (high_G - low_G <= threshold * scale_G)
+  flat_G = (count_G < 2) | _flat(low_G, high_G, threshold)
   return GroupStatistics(count_G, mean_G, std_G, low_G, high_G, flat_G)
 
 
 def _centered(reward_B, group_B, valid_B, num_groups, threshold):
-  """(reward minus group mean, 0 where unusable or flat; statistics)."""
+  """(reward minus group mean, 0 where unusable or flat; statistics; ids)."""
   stats = statistics(
       reward_B, group_B, valid_B, num_groups=num_groups, threshold=threshold
   )
@@ -117,7 +126,8 @@ def _centered(reward_B, group_B, valid_B, num_groups, threshold):
       reward_B, group_B, valid_B, num_groups
   )
   keep_B = usable_B & ~stats.flat_G[group_B]
-  return np.where(keep_B, reward_B - stats.mean_G[group_B], 0.0), stats
+  centered_B = np.where(keep_B, reward_B - stats.mean_G[group_B], 0.0)
+  return centered_B, stats, group_B
 
 
 def group_centered(
@@ -130,7 +140,7 @@ def group_centered(
   Returns:
     fp32 [B], in the rewards' unit.
   """
-  centered_B, _ = _centered(
+  centered_B, *_ = _centered(
       reward_B, group_B, valid_B, num_groups, threshold
   )
   return centered_B.astype(np.float32)
@@ -147,11 +157,11 @@ def leave_one_out(
   Returns:
     fp32 [B], in the rewards' unit.
   """
-  centered_B, stats = _centered(
+  centered_B, stats, group_B = _centered(
       reward_B, group_B, valid_B, num_groups, threshold
   )
   factor_G = stats.count_G / np.maximum(stats.count_G - 1, 1)
-  return (centered_B * factor_G[np.asarray(group_B)]).astype(np.float32)
+  return (centered_B * factor_G[group_B]).astype(np.float32)
 
 
 def group_normalized(
@@ -165,11 +175,11 @@ def group_normalized(
   Returns:
     fp32 [B], without unit.
   """
-  centered_B, stats = _centered(
+  centered_B, stats, group_B = _centered(
       reward_B, group_B, valid_B, num_groups, threshold
   )
   std_G = np.where(stats.flat_G, 1.0, stats.std_G)
-  return (centered_B / std_G[np.asarray(group_B)]).astype(np.float32)
+  return (centered_B / std_G[group_B]).astype(np.float32)
 
 
 def maxrl(
@@ -187,7 +197,7 @@ def maxrl(
   Raises:
     InputError: a usable reward is negative.
   """
-  centered_B, stats = _centered(
+  centered_B, stats, group_B = _centered(
       reward_B, group_B, valid_B, num_groups, threshold
   )
   if stats.low_G.size and stats.low_G.min() < 0:
@@ -197,7 +207,7 @@ def maxrl(
         f'group_centered.'
     )
   mean_G = np.where(stats.flat_G, 1.0, stats.mean_G)
-  return (centered_B / mean_G[np.asarray(group_B)]).astype(np.float32)
+  return (centered_B / mean_G[group_B]).astype(np.float32)
 
 
 def reinforce_pp(
@@ -260,7 +270,7 @@ def whiten(values, mask, *, threshold=1e-6) -> np.ndarray:
   kept = values[mask]
   _refuse_non_finite('values to whiten', kept)
   out = np.zeros(values.shape, np.float32)
-  if kept.size < 2 or np.ptp(kept) <= threshold * np.abs(kept).max():
+  if kept.size < 2 or _flat(kept.min(), kept.max(), threshold):
     return out
   out[mask] = (kept - kept.mean()) / kept.std()
   return out

@@ -18,7 +18,8 @@ from token ids: an end token that equals the padding token still trains.
 """
 
 import collections
-from typing import Iterable, Mapping, NamedTuple, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -156,9 +157,10 @@ def pack_groups(
     domain = 0 if domain_ids is None else domain_ids[group.task.domain]
     for r in kept:
       _check_sample(group, members[r], size, width)
-      _put_tokens(batch, b, r, members[r].tokens[size:], size, prompt_len, width)
+      start = prompt_len + r * width
+      _put_tokens(batch, b, r, members[r].tokens[size:], size, start)
       if train_R[r]:
-        slots = _put_slots(batch, b, r, members[r], size, prompt_len, width)
+        slots = _put_slots(batch, b, r, members[r], size, start, width)
         batch.advantage[b, slots] = adv_R[r]
         batch.group[b, slots] = group.id
         batch.domain[b, slots] = domain
@@ -200,8 +202,7 @@ def _check_sample(group, trajectory, size, width):
     )
 
 
-def _put_tokens(batch, b, r, tokens, size, prompt_len, width):
-  start = prompt_len + r * width
+def _put_tokens(batch, b, r, tokens, size, start):
   at = slice(start, start + len(tokens))
   batch.tokens[b, at] = tokens
   batch.position[b, at] = size + np.arange(len(tokens))
@@ -209,12 +210,13 @@ def _put_tokens(batch, b, r, tokens, size, prompt_len, width):
   batch.parent[b, at] = 0
 
 
-def _put_slots(batch, b, r, trajectory, size, prompt_len, width):
+def _put_slots(batch, b, r, trajectory, size, start, width):
   """Fills the slots of one sample and returns the indices that train."""
   offset = np.flatnonzero(trajectory.sampled[size:])  # inside the completion
   slots = r * width + offset
-  before = prompt_len + r * width + offset - 1
-  batch.predictor[b, slots] = np.where(offset == 0, size - 1, before)
+  batch.predictor[b, slots] = np.where(
+      offset == 0, size - 1, start + offset - 1
+  )
   batch.target[b, slots] = trajectory.tokens[size + offset]
   batch.mask[b, slots] = 1
   batch.behavior_logp[b, slots] = trajectory.logp[size + offset]

@@ -17,7 +17,8 @@ with the step as counter, so a resume costs the same at every step.
 """
 
 import hashlib
-from typing import Mapping, NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import numpy as np
 

@@ -309,7 +309,7 @@ def bytes_tokenizer() -> Tokenizer:
   `<|im_start|>`, 259 to 383 `<|unused_n|>`. The chat template is CHATML.
   """
   # BPE without merges over the characters that stand for bytes.
-  letters = _byte_letters()
+  letters = byte_letters()
   specials = ['<|pad|>', '<|im_end|>', '<|im_start|>']
   specials += [f'<|unused_{i}|>' for i in range(384 - 256 - len(specials))]
   vocab = {letter: i for i, letter in enumerate(letters)}
@@ -326,7 +326,7 @@ def bytes_tokenizer() -> Tokenizer:
   )
 
 
-def _byte_letters() -> list[str]:
+def byte_letters() -> list[str]:
   """The printable character that byte-level BPE writes for each byte.
 
   Radford et al., 2019 (GPT-2): printable Latin-1 bytes are themselves, the

@@ -17,7 +17,8 @@ span of its action.
 """
 
 import dataclasses
-from typing import Any, Mapping, NamedTuple, Protocol
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol
 
 from rlpost import types
 
@@ -89,11 +90,8 @@ class Step:
 class Environment(Protocol):
   """Anything that can reset, step and close."""
 
-  async def reset(self, task: types.Task, seed: int) -> State:
-    ...
+  async def reset(self, task: types.Task, seed: int) -> State: ...
 
-  async def step(self, state: State, action: Action) -> Step:
-    ...
+  async def step(self, state: State, action: Action) -> Step: ...
 
-  async def close(self, state: State) -> None:
-    ...
+  async def close(self, state: State) -> None: ...

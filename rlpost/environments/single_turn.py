@@ -20,7 +20,7 @@ at its first step.
 
 import asyncio
 import dataclasses
-from typing import Sequence
+from collections.abc import Sequence
 
 from rlpost import errors, types
 from rlpost.environments.environment import Action, State, Step
@@ -40,27 +40,27 @@ class SingleTurn:
   """
 
   def __init__(
-      self,
-      *,
-      shots: Sequence[types.Task] = (),
-      form: str = 'plain',
-      instruction: str = '',
-      scorer: scoring.Scorer | None = None,
+    self,
+    *,
+    shots: Sequence[types.Task] = (),
+    form: str = 'plain',
+    instruction: str = '',
+    scorer: scoring.Scorer | None = None,
   ):
     if form not in FORMS:
       raise errors.InputError(f'{form=} must be one of {", ".join(FORMS)}.')
     if form == 'bare' and shots:
       raise errors.InputError(
-          f'The bare form shows no examples, {len(shots)} shots were given; '
-          "use form='plain' or no shots."
+        f'The bare form shows no examples, {len(shots)} shots were given; '
+        "use form='plain' or no shots."
       )
     self._form = form
     self._shots = tuple(shots)
     self._instruction = instruction
     self._scorer = scorer
     blocks = [
-        f'Question: {_question(shot)}\nAnswer: {shot.checker["gold"]}\n\n'
-        for shot in shots
+      f'Question: {_question(shot)}\nAnswer: {shot.checker["gold"]}\n\n'
+      for shot in shots
     ]
     self.prefix = ''.join(blocks) + 'Question:' if form == 'plain' else ''
     self.stop = () if form == 'chat' else ('\n',)
@@ -76,12 +76,12 @@ class SingleTurn:
     else:
       messages = tuple(m.to_json() for m in self._chat(question))
     return State(
-        task=task.to_json(),
-        seed=seed,
-        prefix=self.prefix,
-        suffix=suffix,
-        stop=self.stop,
-        messages=messages,
+      task=task.to_json(),
+      seed=seed,
+      prefix=self.prefix,
+      suffix=suffix,
+      stop=self.stop,
+      messages=messages,
     )
 
   def answer(self, text: str) -> str:
@@ -94,7 +94,7 @@ class SingleTurn:
   def item(self, task: types.Task, action: Action) -> scoring.Item:
     """What the scorer needs to judge this action."""
     return scoring.Item(
-        task.checker, self.answer(action.text), action.stop_reason
+      task.checker, self.answer(action.text), action.stop_reason
     )
 
   async def reset(self, task: types.Task, seed: int) -> State:
@@ -110,11 +110,11 @@ class SingleTurn:
       scored = await asyncio.to_thread(self._scorer.score, [item])
       verdict = scored[0]
     return Step(
-        state=dataclasses.replace(state, turn=1),
-        rewards=dict(verdict.components) if verdict else {},
-        verdict=verdict,
-        stop_reason=action.stop_reason,
-        artifacts={'item': item._asdict()},
+      state=dataclasses.replace(state, turn=1),
+      rewards=dict(verdict.components) if verdict else {},
+      verdict=verdict,
+      stop_reason=action.stop_reason,
+      artifacts={'item': item._asdict()},
     )
 
   async def close(self, state: State) -> None:

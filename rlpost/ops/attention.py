@@ -3,6 +3,7 @@
 import chex
 import jax
 import jax.numpy as jnp
+
 from rlpost.ops import blockwise, visibility
 from rlpost.ops.visibility import MASKED, SharedPrefix, Where, visible
 
@@ -29,6 +30,8 @@ def attention(
   Returns:
     [B, T, H, P] in the dtype of the queries; 0 where nothing is visible.
   """
+  if layout is not None and key is not None and key is not query:
+    raise ValueError(f'{layout=} is about a row that attends to its own keys.')
   key = query if key is None else key
   chex.assert_equal_shape([k_BSJP, v_BSJP])
   chex.assert_shape([query.segment], q_BTHP.shape[:2])

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import chex
 import jax
 import jax.numpy as jnp
+
 from rlpost.ops import visibility
 from rlpost.ops.visibility import MASKED, Where
 
@@ -183,11 +184,12 @@ def _product(equation, x, y):
   return jnp.einsum(equation, x, y, preferred_element_type=jnp.float32)
 
 
-def _scores(q, k, seen_Bcs, less):
-  """fp32 [B, J, G c, s]: q k^T - less where seen, MASKED elsewhere."""
+def _scores(q, k, query, key, window):
+  """fp32 [B, J, G c, s]: q k^T where visible, MASKED elsewhere."""
   B, J, rows, _ = q.shape
+  seen_Bcs = visibility.visible(query, key, window)
   c, s = seen_Bcs.shape[1:]
-  scores = _product('bjqp,bjsp->bjqs', q, k) - less[..., None]
+  scores = _product('bjqp,bjsp->bjqs', q, k)
   scores = scores.reshape(B, J, rows // c, c, s)
   scores = jnp.where(seen_Bcs[:, None, None], scores, MASKED)
   return scores.reshape(B, J, rows, s)
@@ -206,8 +208,7 @@ def _forward(q, k, v, query, key, window, block):
     def visit(n, state):
       top, total, out = state
       k, v, key = _pick((blocks.k, blocks.v, blocks.key), live[n])
-      seen = visibility.visible(query, key, window)
-      scores = _scores(q, k, seen, jnp.zeros((1, 1, 1)))
+      scores = _scores(q, k, query, key, window)
       new = jnp.maximum(top, scores.max(-1))
       p = jnp.exp(scores - new[..., None])
       fade = jnp.exp(top - new)
@@ -245,6 +246,7 @@ def _backward(window, block, residuals, cotangents):
   groups, size = q.shape[2] // k.shape[2], blocks.query.segment.shape[-1]
   # dS = P (dP - sum_p dO O + d lse), dP = dO V^T.
   delta = (d_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1) - d_lse
+  lse = jnp.maximum(lse, _FLOOR)  # a row that saw nothing: exp gives 0
   delta, lse = (
       _cut_heads(x[..., None], groups, size)[..., 0] for x in (delta, lse)
   )
@@ -256,8 +258,7 @@ def _backward(window, block, residuals, cotangents):
     def visit(n, state):
       d_q, d_k, d_v = state
       k, v, key = _pick((blocks.k, blocks.v, blocks.key), live[n])
-      seen = visibility.visible(query, key, window)
-      p = jnp.exp(_scores(q, k, seen, lse))
+      p = jnp.exp(_scores(q, k, query, key, window) - lse[..., None])
       d_p = _product('bjqp,bjsp->bjqs', d_out, v)
       d_s = (p * (d_p - delta[..., None])).astype(k.dtype)
       p = p.astype(v.dtype)

@@ -94,6 +94,10 @@ def _backward(chunk, residuals, cotangents):
 
   def body(d_table, args):
     h, target, temperature, g, g_entropy = args
+    # A row that nobody asked about may hold anything: 0 * NaN is not 0.
+    used = (g != 0) | (g_entropy != 0)
+    h = jnp.where(used[:, None], h, jnp.zeros((), h.dtype))
+    temperature = jnp.where(used, temperature, 1.0)
     z = logits(h, table_VD) / temperature[:, None]
     z = z - z.max(1, keepdims=True)
     e = jnp.exp(z)

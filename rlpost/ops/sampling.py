@@ -29,21 +29,30 @@ def sample(logits_VB, uniform_B, temperature_B):
   scaled = logits_VB / jnp.where(greedy, 1.0, temperature_B)[None]
   blocks = scaled.reshape(V // C, C, B)
   tops = blocks.max(1)
-  top = tops.max(0)
-  e = jnp.exp(blocks - top[None, None])
-  cumulative = jnp.cumsum(e.sum(1), 0)
+  e = jnp.exp(blocks - tops.max(0)[None, None])
+  masses = e.sum(1)
+  cumulative = jnp.cumsum(masses, 0)
   total = cumulative[-1]
   goal = uniform_B * total
-  block = jnp.minimum((cumulative <= goal[None]).sum(0), V // C - 1)
+  block = _first_beyond(cumulative, masses, goal)
   block = jnp.where(greedy, tops.argmax(0), block)
   columns = jnp.arange(B)
   before = jnp.where(block > 0, cumulative[block - 1, columns], 0.0)
-  inside = e[block, :, columns]
-  reached = jnp.cumsum(inside, 1) <= (goal - before)[:, None]
-  # Rounding may carry the goal past the block's sum; a token of probability
-  # zero must not be drawn, so the last one that has any is the limit.
-  last = C - 1 - (inside[:, ::-1] > 0).argmax(1)
-  offset = jnp.minimum(reached.sum(1), last)
-  offset = jnp.where(greedy, inside.argmax(1), offset)
+  inside = e[block, :, columns].T
+  offset = _first_beyond(jnp.cumsum(inside, 0), inside, goal - before)
+  offset = jnp.where(greedy, inside.argmax(0), offset)
   token = (block * C + offset).astype(jnp.int32)
-  return token, jnp.log(inside[columns, offset] / total)
+  return token, jnp.log(inside[offset, columns] / total)
+
+
+def _first_beyond(cumulative_CB, mass_CB, goal_B):
+  """Per column the first entry whose cumulative sum exceeds the goal.
+
+  Rounding may carry a sum past the goal at an entry without mass, or keep all
+  sums below it; neither may draw a token of probability zero, so only entries
+  with mass count, and the last of them is the limit.
+  """
+  some = mass_CB > 0
+  beyond = (cumulative_CB > goal_B[None]) & some
+  last = some.shape[0] - 1 - some[::-1].argmax(0)
+  return jnp.where(beyond.any(0), beyond.argmax(0), last)

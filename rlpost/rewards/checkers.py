@@ -15,14 +15,15 @@ import functools
 import json
 import math
 import re
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from typing import Any, Mapping, Sequence
+from typing import Any
 
 from rlpost import errors
 
 MAX_ANSWER_CHARS = 4096
 _NUMBER = re.compile(
-    r'[+-]?(\d{1,40}|\d{1,3}(,\d{3}){1,12})(\.\d{1,40})?', re.ASCII
+  r'[+-]?(\d{1,40}|\d{1,3}(,\d{3}){1,12})(\.\d{1,40})?', re.ASCII
 )
 _SPLIT = re.compile(r'[,\s]+')
 _OPTION = re.compile(r'\(?([A-Za-z])[).:]?', re.ASCII)
@@ -62,9 +63,7 @@ def contains(answer: str, gold: str, max_words: int = 8) -> float:
   return float(any(words[i : i + len(wanted)] == wanted for i in starts))
 
 
-def sequence(
-    answer: str, gold: str, partial: bool = False
-) -> dict[str, float]:
+def sequence(answer: str, gold: str, partial: bool = False) -> dict[str, float]:
   """The same items in the same order, split at commas and white space.
 
   Items that are numbers compare as numbers. With `partial` the value is the
@@ -74,9 +73,9 @@ def sequence(
   same = sum(a == b for a, b in zip(items, wanted))
   share = same / max(len(items), len(wanted), 1)
   return {
-      'value': share if partial else float(items == wanted),
-      'positions': share,
-      'same_items': float(sorted(map(str, items)) == sorted(map(str, wanted))),
+    'value': share if partial else float(items == wanted),
+    'positions': share,
+    'same_items': float(sorted(map(str, items)) == sorted(map(str, wanted))),
   }
 
 
@@ -94,40 +93,40 @@ def json_fields(answer: str, gold: str) -> dict[str, float]:
     return {'value': 0.0, 'parses': 1.0, 'fields': 0.0}
   same = sum(k in data and _same(data[k], v) for k, v in wanted.items())
   return {
-      'value': float(same == len(wanted) == len(data)),
-      'parses': 1.0,
-      'fields': same / max(len(wanted), len(data), 1),
+    'value': float(same == len(wanted) == len(data)),
+    'parses': 1.0,
+    'fields': same / max(len(wanted), len(data), 1),
   }
 
 
-# Data sets whose `score_answer` was read and found to treat the answer as
-# text: several others hand it to `eval` or to sympy, which evaluates it too.
+# Data sets whose `score_answer` was read and found to compare the answer, as
+# text or as a decimal, with the gold one and with nothing else. Several others
+# hand it to `eval`, or to sympy, which evaluates it too.
 REASONING_GYM = (
-    'basic_arithmetic',
-    'caesar_cipher',
-    'chain_sum',
-    'count_bits',
-    'count_primes',
-    'gcd',
-    'lcm',
-    'leg_counting',
-    'letter_counting',
-    'number_filtering',
-    'number_sequence',
-    'products',
-    'simple_equations',
-    'spell_backward',
-    'word_sequence_reversal',
+  'basic_arithmetic',
+  'caesar_cipher',
+  'chain_sum',
+  'count_bits',
+  'count_primes',
+  'gcd',
+  'lcm',
+  'leg_counting',
+  'letter_counting',
+  'number_filtering',
+  'number_sequence',
+  'products',
+  'simple_equations',
+  'spell_backward',
+  'word_sequence_reversal',
 )
 
 
 def reasoning_gym(
-    answer: str,
-    gold: str,
-    dataset: str,
-    entry: Mapping[str, Any],
-    threshold: float = 0.99,
-    partial: bool = False,
+  answer: str,
+  gold: str,
+  dataset: str,
+  threshold: float = 0.99,
+  partial: bool = False,
 ) -> dict[str, float]:
   """Score of a reasoning-gym data set, by default 1 from `threshold` on.
 
@@ -137,26 +136,26 @@ def reasoning_gym(
   """
   if dataset not in REASONING_GYM:
     raise errors.InputError(
-        f'{dataset=} is not among the reviewed data sets: '
-        f'{", ".join(REASONING_GYM)}.'
+      f'{dataset=} is not among the reviewed data sets: '
+      f'{", ".join(REASONING_GYM)}.'
     )
   if gold.isascii() and not answer.isascii():
     return {'value': 0.0, 'raw': 0.0}
-  entry = {'question': '', 'answer': gold, **entry}
+  entry = {'question': '', 'answer': gold, 'metadata': {}}
   raw = _gym_dataset(dataset).score_answer(answer.strip(), entry)
   raw = min(max(float(raw), 0.0), 1.0)
   return {'value': raw if partial else float(raw >= threshold), 'raw': raw}
 
 
 CHECKERS = {
-    'choice': choice,
-    'contains': contains,
-    'exact': exact,
-    'folded': folded,
-    'json_fields': json_fields,
-    'number': number,
-    'reasoning_gym': reasoning_gym,
-    'sequence': sequence,
+  'choice': choice,
+  'contains': contains,
+  'exact': exact,
+  'folded': folded,
+  'json_fields': json_fields,
+  'number': number,
+  'reasoning_gym': reasoning_gym,
+  'sequence': sequence,
 }
 
 # Modules that a checker needs, imported outside its deadline.
@@ -164,6 +163,7 @@ IMPORTS = {'reasoning_gym': ('reasoning_gym',)}
 
 
 def has_gold(spec: Mapping[str, Any]) -> bool:
+  """Whether a spec has a reference answer, so that it can be scored."""
   gold = spec.get('gold')
   return isinstance(gold, str) and bool(gold.strip())
 
@@ -257,5 +257,5 @@ def _same(a: Any, b: Any) -> bool:
 def _gym_dataset(name: str):
   import reasoning_gym as gym  # 1 s to import, and only some domains use it
 
-  # Its scores depend on the entry alone for every reviewed data set.
+  # Scores of the reviewed data sets depend on the gold answer alone.
   return gym.create_dataset(name, seed=0, size=1)

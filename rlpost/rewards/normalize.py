@@ -14,7 +14,7 @@ domain the same mean |advantage| whatever the shape of its rewards. Dividing
 both sums by the same decay leaves no start-up bias.
 """
 
-from typing import Mapping
+from collections.abc import Mapping
 
 import numpy as np
 

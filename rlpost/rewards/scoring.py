@@ -12,12 +12,14 @@ question is worth.
 
 import collections
 import concurrent.futures
-from typing import Any, Mapping, NamedTuple, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from rlpost import errors, types, workers
 from rlpost.rewards import checkers
 
-_CHECK_MANY = 'rlpost.rewards.checkers:check_many'
+CHECK_MANY = 'rlpost.rewards.checkers:check_many'
+_FAILURES = (workers.CallError, workers.DeadlineError, workers.DiedError)
 # Constants that have cheated graders elsewhere.
 STOCK_ANSWERS = ('0', '1', '2', 'A', 'B', 'yes', 'no', 'True', 'False', ':',
                  '.', 'Answer', 'the', '{}', '[]', '""')  # fmt: skip
@@ -42,12 +44,12 @@ class Pending:
 
   def __init__(self, scorer: 'Scorer', items: Sequence[Item]):
     self._scorer = scorer
+    self._items = items = list(items)
     self._verdicts: list[types.Verdict | None] = [_early(i) for i in items]
-    self._items = items
     waiting = [i for i, verdict in enumerate(self._verdicts) if verdict is None]
     self._calls = [
-        (part, scorer._call([items[i] for i in part], retries=0))
-        for part in scorer._parts(items, waiting)
+      (part, scorer._call([items[i] for i in part], retries=0))
+      for part in scorer._parts(items, waiting)
     ]
 
   def done(self) -> bool:
@@ -59,19 +61,15 @@ class Pending:
     for part, future in self._calls:
       try:
         self._keep(part, future.result())
-      except (workers.CallError, workers.DeadlineError, workers.DiedError):
+      except _FAILURES:
         singles += [
-            (i, self._scorer._call([self._items[i]], retries=1)) for i in part
+          (i, self._scorer._call([self._items[i]], retries=1)) for i in part
         ]
     self._calls = []
     for i, future in singles:
       try:
         self._keep([i], future.result())
-      except (
-          workers.CallError,
-          workers.DeadlineError,
-          workers.DiedError,
-      ) as error:
+      except _FAILURES as error:
         reason = f'{type(error).__name__}: {str(error)[-400:]}'
         self._verdicts[i] = types.Verdict('infra', reason=reason)
     return list(self._verdicts)
@@ -88,20 +86,23 @@ class Scorer:
     pool: the workers.
     batch_size: answers in one call to a worker.
     cpu_s: deadline of one call, a batch or a single, in CPU seconds.
+    function: 'module:function' of the worker, as `checkers.check_many`.
   """
 
   def __init__(
-      self,
-      pool: workers.WorkerPool,
-      *,
-      batch_size: int = 32,
-      cpu_s: float = 5.0,
+    self,
+    pool: workers.WorkerPool,
+    *,
+    batch_size: int = 32,
+    cpu_s: float = 5.0,
+    function: str = CHECK_MANY,
   ):
     if batch_size < 1:
       raise errors.InputError(f'{batch_size=} must be at least 1.')
     self._pool = pool
     self._batch_size = batch_size
     self._cpu_s = cpu_s
+    self._function = function
 
   def submit(self, items: Sequence[Item]) -> Pending:
     """Starts scoring, so that decoding can go on meanwhile.
@@ -115,7 +116,7 @@ class Scorer:
     return self.submit(items).result()
 
   def _parts(
-      self, items: Sequence[Item], waiting: Sequence[int]
+    self, items: Sequence[Item], waiting: Sequence[int]
   ) -> list[list[int]]:
     """Indices in batches; each batch needs one set of imports."""
     by_imports = collections.defaultdict(list)
@@ -123,20 +124,20 @@ class Scorer:
       by_imports[_imports(items[i])].append(i)
     size = self._batch_size
     return [
-        group[k : k + size]
-        for group in by_imports.values()
-        for k in range(0, len(group), size)
+      group[k : k + size]
+      for group in by_imports.values()
+      for k in range(0, len(group), size)
     ]
 
   def _call(
-      self, items: Sequence[Item], retries: int
+    self, items: Sequence[Item], retries: int
   ) -> concurrent.futures.Future:
     return self._pool.submit(
-        _CHECK_MANY,
-        [(dict(item.checker), item.text) for item in items],
-        cpu_s=self._cpu_s,
-        retries=retries,
-        imports=_imports(items[0]),
+      self._function,
+      [(dict(item.checker), item.text) for item in items],
+      cpu_s=self._cpu_s,
+      retries=retries,
+      imports=_imports(items[0]),
     )
 
 
@@ -149,27 +150,27 @@ def canary(scorer: Scorer, tasks: Sequence[types.Task]) -> None:
   """
   wrong = collections.defaultdict(list)
   for text_of, wanted, what in (
-      (lambda task: task.checker.get('gold', ''), 1.0, 'gold'),
-      (lambda task: '', 0.0, 'empty'),
+    (lambda task: task.checker.get('gold', ''), 1.0, 'gold'),
+    (lambda task: '', 0.0, 'empty'),
   ):
     items = [Item(task.checker, text_of(task)) for task in tasks]
     for task, verdict in zip(tasks, scorer.score(items), strict=True):
       if not verdict.valid or verdict.value != wanted:
         found = verdict.value if verdict.valid else verdict.status
         wrong[task.domain].append(
-            f'the {what} answer to {task.messages[-1].text!r} got {found}, '
-            f'not {wanted:g} {verdict.reason}'.rstrip()
+          f'the {what} answer to {task.messages[-1].text!r} got {found}, '
+          f'not {wanted:g} {verdict.reason}'.rstrip()
         )
   if wrong:
     lines = [f'{d}: {len(w)} wrong, e.g. {w[0]}' for d, w in wrong.items()]
     raise errors.InputError(
-        'Checkers fail their canary; mend or leave out these domains.\n'
-        + '\n'.join(lines)
+      'Checkers fail their canary; mend or leave out these domains.\n'
+      + '\n'.join(lines)
     )
 
 
 def best_constant(
-    scorer: Scorer, tasks: Sequence[types.Task], candidates: int = 8
+  scorer: Scorer, tasks: Sequence[types.Task], candidates: int = 8
 ) -> tuple[str, float]:
   """The fixed answer with the highest mean score over `tasks`, and that mean.
 
@@ -200,7 +201,7 @@ def _early(item: Item) -> types.Verdict | None:
   if item.checker.get('name') not in checkers.CHECKERS:
     known = ', '.join(sorted(checkers.CHECKERS))
     raise errors.InputError(
-        f'No checker {item.checker.get("name")!r}; known ones: {known}.'
+      f'No checker {item.checker.get("name")!r}; known ones: {known}.'
     )
   if item.stop_reason == 'overlong':
     return types.Verdict('invalid', reason='overlong prompt, nothing sampled')
@@ -209,9 +210,7 @@ def _early(item: Item) -> types.Verdict | None:
   if item.stop_reason == 'length':
     return types.Verdict('value', 0.0, reason='cut off')
   if item.stop_reason != 'stop':
-    raise ValueError(
-        f'{item.stop_reason=} must be stop, length or overlong.'
-    )
+    raise ValueError(f'{item.stop_reason=} must be stop, length or overlong.')
   if len(item.text) > checkers.MAX_ANSWER_CHARS:
     return types.Verdict('value', 0.0, reason='too long')
   return None

@@ -9,6 +9,7 @@ checked, every restored leaf gets a mesh sharding, a directory's name is not
 evidence of a checkpoint, and space is looked for before it is needed.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -17,15 +18,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 import orbax.checkpoint as ocp
 from absl import logging
 from etils import epath
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from rlpost import errors
 from rlpost.training import digest as digests
+from rlpost.training import targeting
 
 DIRECTORY = 'checkpoints'
 _DIGEST = 'digest'
@@ -184,7 +185,9 @@ class Checkpoints:
     self._check_space(step, needed)
     self._metrics[step] = _score(body, self._best_metric)
     self._pending = (step, needed)
-    if not self._manager.save(step, args=ocp.args.Composite(**args)):
+    with self._failures_named():
+      saved = self._manager.save(step, args=ocp.args.Composite(**args))
+    if not saved:
       raise errors.RunError(f'Orbax refused to save {step=} without a reason.')
     if wait:
       self.wait()
@@ -196,8 +199,13 @@ class Checkpoints:
       DoesNotFitError: the disk filled up during the save.
       RunError: the save failed otherwise. Earlier steps are whole.
     """
-    try:
+    with self._failures_named():
       self._manager.wait_until_finished()
+
+  @contextlib.contextmanager
+  def _failures_named(self):
+    try:
+      yield
     except Exception as error:  # Whatever a file system can say.
       step, needed = self._pending
       free = self._free_bytes()
@@ -335,12 +343,14 @@ class Checkpoints:
         line = str(error).strip().partition('\n')[0][:200]
         bad[candidate] = f'it is unreadable: {type(error).__name__}: {line}'
       else:
-        self._set_aside(bad)
+        if bad:
+          self._log(f'checkpoint {candidate} is used instead.')
+          self._set_aside(bad)
         return candidate, items
       self.damaged.append((candidate, bad[candidate]))
       self._log(
           f'checkpoint {candidate} in {self.directory} is damaged: '
-          f'{bad[candidate]}; trying the one before it.'
+          f'{bad[candidate]}.'
       )
     if not bad:
       return None
@@ -352,7 +362,7 @@ class Checkpoints:
 
   def _set_aside(self, steps):
     """Renames damaged steps, so that new ones may take their numbers."""
-    if not steps or self._read_only:
+    if self._read_only:
       return
     if self._primary:
       for step in steps:
@@ -366,16 +376,17 @@ class Checkpoints:
 
   def _read(self, step, targets) -> dict[str, Any]:
     saved = digests.leaves_in(self.describe(step))
-    mesh = self._mesh or _mesh_of(targets)
+    mesh = self._mesh or targeting.mesh_of(targets)
     args = {}
     for name, target in targets.items():
       if name not in saved:
         raise _Damage(f'it has no item {name!r}, only {sorted(saved)}')
-      _check_target(name, target, saved[name])
-      if _is_json(target):
+      targeting.check(name, target, saved[name])
+      if targeting.is_json(target):
         args[name] = ocp.args.JsonRestore()
       else:
-        flat = {k: _place(x, mesh) for k, x in digests.flatten(target).items()}
+        flat = digests.flatten(target)
+        flat = {path: targeting.place(x, mesh) for path, x in flat.items()}
         args[name] = ocp.args.PyTreeRestore(
             flat, restore_args=ocp.checkpoint_utils.construct_restore_args(flat)
         )
@@ -383,7 +394,7 @@ class Checkpoints:
     items = {}
     for name, target in targets.items():
       value = restored[name]
-      if not _is_json(target):
+      if not targeting.is_json(target):
         paths = digests.flatten(target)
         value = jax.tree.unflatten(
             jax.tree.structure(target), [value[path] for path in paths]
@@ -410,61 +421,6 @@ def _score(body, name) -> float | None:
 
 def _mb(count) -> str:
   return 'an unknown space' if count is None else f'{count / 1e6:.0f} MB'
-
-
-def _is_json(target) -> bool:
-  return isinstance(target, str) or not jax.tree.leaves(target)
-
-
-def _mesh_of(targets) -> Mesh:
-  """The mesh of the first leaf that has one, the active one, or one device."""
-  for leaf in jax.tree.leaves(targets):
-    sharding = getattr(leaf, 'sharding', None)
-    if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
-      return sharding.mesh
-  active = jax.sharding.get_mesh()
-  return Mesh(np.array(jax.devices()[:1]), ('one',)) if active.empty else active
-
-
-def _place(leaf, mesh):
-  """What Orbax is to restore: every leaf on the mesh.
-
-  The optimizer's counts, and all that `eval_shape` returns, have no sharding;
-  restored as they are they land on one device, and the next step fails.
-  """
-  if isinstance(leaf, np.ndarray):
-    return leaf
-  sharding = getattr(leaf, 'sharding', None)
-  if not isinstance(sharding, NamedSharding):
-    sharding = NamedSharding(mesh, PartitionSpec())
-  elif not isinstance(sharding.mesh, Mesh):
-    sharding = NamedSharding(mesh, sharding.spec)
-  return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-
-def _check_target(name, target, saved):
-  """Refuses a target that differs from what was saved.
-
-  Orbax casts dtypes in silence; and a changed model is not a damaged file.
-  """
-  if _is_json(target):
-    wanted = {'': ('json', ())}
-  else:
-    flat = digests.flatten(target)
-    wanted = {k: (str(x.dtype), tuple(x.shape)) for k, x in flat.items()}
-  found = {x.path: (x.dtype, x.shape) for x in saved}
-  wrong = [
-      f'{name}/{path}: saved {found.get(path, "nothing")}, '
-      f'wanted {wanted.get(path, "nothing")}'
-      for path in sorted(wanted.keys() | found.keys())
-      if wanted.get(path) != found.get(path)
-  ]
-  if wrong:
-    more = f' and {len(wrong) - 3} more' if len(wrong) > 3 else ''
-    raise errors.InputError(
-        f'the checkpoint is of another state: {"; ".join(wrong[:3])}{more}. '
-        'Use the config it was made with, or another --workdir.'
-    )
 
 
 def _check_digest(saved, restored):

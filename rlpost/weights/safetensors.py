@@ -19,7 +19,7 @@ _INDEX = 'model.safetensors.index.json'
 _IGNORED = re.compile(r'model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq')
 
 
-def read_json(path: pathlib.Path):
+def _read_json(path: pathlib.Path):
   """The JSON in a file; InputError names the file if it cannot be read."""
   try:
     return json.loads(path.read_text('utf-8'))
@@ -30,7 +30,7 @@ def read_json(path: pathlib.Path):
 def load_config(path: str | os.PathLike) -> model_config.ModelConfig:
   """The ModelConfig that a folder's config.json describes."""
   where = pathlib.Path(path) / 'config.json'
-  return hf_config.from_json(read_json(where), str(where))
+  return hf_config.from_json(_read_json(where), str(where))
 
 
 def load_folder(
@@ -80,7 +80,7 @@ def load_folder(
 def _read_tensors(path: pathlib.Path) -> dict[str, np.ndarray]:
   """Memory maps of all tensors of a folder, over its shards."""
   if (path / _INDEX).exists():
-    where = read_json(path / _INDEX).get('weight_map', {})
+    where = _read_json(path / _INDEX).get('weight_map', {})
     files = [path / name for name in sorted(set(where.values()))]
     for file in files:
       if file.parent != path:
@@ -179,9 +179,10 @@ def save_folder(
     }
     data |= ids
     generation = ids
-  write_json(path / 'generation_config.json', generation)
-  write_json(path / 'config.json', data)
+  _write_json(path / 'generation_config.json', generation)
+  _write_json(path / 'config.json', data)
 
 
-def write_json(path: pathlib.Path, data) -> None:
-  path.write_text(json.dumps(data, indent=2, ensure_ascii=False) + '\n')
+def _write_json(path: pathlib.Path, data) -> None:
+  text = json.dumps(data, indent=2, ensure_ascii=False)
+  path.write_text(text + '\n', 'utf-8')

@@ -141,8 +141,6 @@ def test_the_layout_of_a_group_row():
   rng = np.random.default_rng(1)
   g = group(rng, 10, 4, [[(5, True)], [(1, True)]])
   batch = pack([g], advantages=[[2.0, -1.0]], domain_ids={'a': 6})
-  row = packing.Document  # readability of the slices below
-  del row
   assert batch.segment[0].tolist() == (
       [0] * 4 + [-1] * 3 + [1] * 5 + [2] + [-1] * 4 + [-1] * 5
   )
@@ -237,7 +235,8 @@ def test_an_overlong_prompt_is_counted_and_never_cut():
   long = trajectory(rng, prompt, [], stop_reason='overlong', verdict=None)
   g = types.Group(3, task(), (long, long))
   batch = pack([g])
-  for leaf, empty in zip(batch, packing.blank(1, T + R * N, R * N), strict=True):
+  padding = packing.blank(1, T + R * N, R * N)
+  for leaf, empty in zip(batch, padding, strict=True):
     np.testing.assert_array_equal(leaf, empty)
   assert packing.status_counts([g])['overlong'] == 2
   unlabelled = trajectory(rng, prompt, [(1, True)])

@@ -283,8 +283,8 @@ def test_describe_says_what_tools_run_needs(folder):
   assert result.stdout == 'launcher -\n'
   path = folder / 'configs/toy.py'
   model = "config.model = ml_collections.ConfigDict({'source': 'smollm2'})"
-  text = path.read_text()
-  path.write_text(text.replace('  return config', f'  {model}\n  return config'))
+  end = '  return config'
+  path.write_text(path.read_text().replace(end, f'  {model}\n{end}'))
   result = call(folder, 'configs/toy.py:smoke', module='experiments.launching')
   assert result.stdout == 'launcher smollm2\n', result.stderr
   result = call(folder, 'configs/toy.py:x', module='experiments.launching')

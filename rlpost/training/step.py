@@ -1,0 +1,190 @@
+"""One update, as a pure function. The only place that divides.
+
+Losses give a value per loss slot; this module masks, sums over micro-batches
+and divides each term by its own *global* count. The objective is then the same
+however rows are packed, micro-batched or spread over a mesh.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from rlpost import sharding, types
+from rlpost.algorithms import aggregation, diagnostics, recipes
+from rlpost.models import transformer
+from rlpost.models.config import ModelConfig
+from rlpost.ops import logprobs
+from rlpost.ops.attention import SharedPrefix, Where, attention
+from rlpost.training.state import TrainState, union
+
+
+@dataclasses.dataclass(frozen=True)
+class StepConfig:
+  """What decides the traced program of an update.
+
+  Attributes:
+    model: shape of the decoder.
+    recipe: what is trained on.
+    layout: a promise about the rows, or None.
+    backend: of attention, 'dense' or 'blockwise'.
+    remat: what the backward pass computes again.
+    chunk: loss slots whose logits exist at one time.
+    clip_norm: the gradient is scaled down to this global norm.
+    dtype: of activations.
+  """
+
+  model: ModelConfig
+  recipe: recipes.Recipe
+  layout: SharedPrefix | None = None
+  backend: str = 'dense'
+  remat: str = 'none'
+  chunk: int = 512
+  clip_norm: float = 1.0
+  dtype: str = 'float32'
+
+
+def outputs(config: StepConfig, params, rows: types.Batch):
+  """`recipes.Outputs` of the model on rows [B, T] with slots [B, K]."""
+  where = Where(rows.order, rows.position, rows.segment, rows.parent)
+
+  def attend(q, k, v):
+    return attention(
+        q, k, v, where, backend=config.backend, layout=config.layout
+    )
+
+  h_BTD = transformer.hidden(
+      config.model, params, rows.tokens, rows.position, attend,
+      remat=config.remat, dtype=jnp.dtype(config.dtype),
+  )
+  h_BKD = jnp.take_along_axis(h_BTD, rows.predictor[..., None], axis=1)
+  B, K, D = h_BKD.shape
+  logp, entropy = logprobs.token_logprobs(
+      h_BKD.reshape(B * K, D), transformer.head(params),
+      rows.target.reshape(-1), rows.temperature.reshape(-1), config.chunk,
+  )
+  trained = rows.mask > 0
+  logp_BK = jnp.where(trained, logp.reshape(B, K), 0.0)
+  entropy_BK = jnp.where(trained, entropy.reshape(B, K), 0.0)
+  value_BK = None
+  if config.model.value_head:
+    value_BK = jnp.where(trained, transformer.value(params, h_BKD), 0.0)
+  return recipes.Outputs(logp_BK, entropy_BK, value_BK)
+
+
+def _denominators(config: StepConfig, batch: types.Batch):
+  """Counts of each unit over all micro-batches [M, B, K]."""
+  unit = aggregation.unit_of(config.recipe.aggregation)
+  K = batch.mask.shape[-1]
+  count = aggregation.count(
+      unit, batch.mask.reshape(-1, K), batch.sequence.reshape(-1, K)
+  )
+  return {unit: aggregation.denominator(unit, count)}
+
+
+def _micro(batch: types.Batch, i) -> types.Batch:
+  def pick(x):
+    x = jax.lax.dynamic_index_in_dim(x, i, keepdims=False)
+    return sharding.constrain(x, ('batch', None))
+
+  return jax.tree.map(pick, batch)
+
+
+def gradient(
+    config: StepConfig, trainable, frozen, batch: types.Batch, count=None,
+    old_logp=None,
+):
+  """Gradient of the objective over a batch [M, B, ...].
+
+  Args:
+    count: int32, micro-batches that hold anything; the others are skipped at
+      no cost. None: all.
+    old_logp: fp32 [M, B, K], for recipes anchored on it.
+
+  Returns:
+    (gradient, {term: value}, `diagnostics.Metrics`).
+  """
+  M = batch.mask.shape[0]
+  denominators = _denominators(config, batch)
+
+  def part(trainable, rows, old):
+    out = outputs(config, union(trainable, frozen), rows)
+    out = out._replace(old_logp_BK=old)
+    terms = {
+        name: values.sum() / denominators[unit]
+        for name, (values, unit) in recipes.policy_terms(
+            out, rows, config.recipe
+        ).items()
+    }
+    metrics = diagnostics.metrics(out, rows, config.recipe)
+    return sum(terms.values()), (terms, metrics)
+
+  def at(i):
+    old = None if old_logp is None else old_logp[i]
+    grads, (terms, metrics) = jax.grad(part, has_aux=True)(
+        trainable, _micro(batch, i), old
+    )
+    return grads, terms, metrics
+
+  if M == 1:
+    return at(0)
+
+  def add(i, carry):
+    grads, terms, metrics = at(i)
+    total = jax.tree.map(jnp.add, (grads, terms), carry[:2])
+    return *total, diagnostics.merge(carry[2], metrics)
+
+  zeros = jax.tree.map(
+      lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(at, 0)
+  )
+  return jax.lax.fori_loop(0, M if count is None else count, add, zeros)
+
+
+def train_step(
+    config: StepConfig, optimizer, state: TrainState, frozen,
+    batch: types.Batch, count, weight, old_logp=None,
+) -> tuple[TrainState, dict[str, Any]]:
+  """One update of the trainable parameters.
+
+  A loss or gradient that is not finite says so in `finite`; the state is then
+  lost, and the caller must neither save nor go on from it.
+
+  Args:
+    batch: [M, B, ...] arrays.
+    count: int32, micro-batches that hold anything.
+    weight: fp32, scales the objective (a short batch moves the policy less).
+    old_logp: see `gradient`.
+
+  Returns:
+    (state, {'loss', 'loss_<term>', 'grad_norm', 'finite', and what
+    `diagnostics.finish` gives}).
+  """
+  grads, terms, metrics = gradient(
+      config, state.trainable, frozen, batch, count, old_logp
+  )
+  norm = optax.global_norm(grads) * weight
+  loss = sum(terms.values())
+  # One factor for the weight and the clipping: optax's own clipping holds a
+  # second copy of the gradient.
+  scale = weight * jnp.minimum(1.0, config.clip_norm / (norm + 1e-6))
+  grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
+  updates, opt = optimizer.update(grads, state.opt, state.trainable)
+  trainable = optax.apply_updates(state.trainable, updates)
+  new = TrainState(trainable, opt, state.step + 1)
+  report = diagnostics.finish(metrics)
+  report |= {f'loss_{name}': value for name, value in terms.items()}
+  finite = jnp.isfinite(norm) & jnp.isfinite(loss)
+  report |= {'loss': loss, 'grad_norm': norm, 'finite': finite}
+  return new, report
+
+
+def score(config: StepConfig, params, batch: types.Batch, count):
+  """Log-probabilities [M, B, K] of a batch: of a reference, or before updates."""
+
+  def add(i, out):
+    logp = outputs(config, params, _micro(batch, i)).logp_BK
+    return out.at[i].set(logp)
+
+  zeros = jnp.zeros(batch.mask.shape, jnp.float32)
+  return jax.lax.fori_loop(0, count, add, zeros)
