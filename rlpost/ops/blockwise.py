@@ -180,6 +180,10 @@ def _pick(tree, n):
   )
 
 
+def _add_at(x, n, change):
+  return jax.lax.dynamic_update_index_in_dim(x, _pick(x, n) + change, n, 0)
+
+
 def _product(equation, x, y):
   return jnp.einsum(equation, x, y, preferred_element_type=jnp.float32)
 
@@ -241,8 +245,8 @@ def _forward(q, k, v, query, key, window, block):
 def _backward(window, block, residuals, cotangents):
   q, k, v, query, key, out, lse = residuals
   d_out, d_lse = cotangents
-  q_, query_, key_ = jax.lax.optimization_barrier((q, query, key))
-  blocks = _cut(q_, k, v, query_, key_, window, block)
+  d_out, query, key = jax.lax.optimization_barrier((d_out, query, key))
+  blocks = _cut(q, k, v, query, key, window, block)
   groups, size = q.shape[2] // k.shape[2], blocks.query.segment.shape[-1]
   # dS = P (dP - sum_p dO O + d lse), dP = dO V^T.
   delta = (d_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1) - d_lse
@@ -263,8 +267,8 @@ def _backward(window, block, residuals, cotangents):
       d_s = (p * (d_p - delta[..., None])).astype(k.dtype)
       p = p.astype(v.dtype)
       d_q = d_q + _product('bjqs,bjsp->bjqp', d_s, k)
-      d_k = d_k.at[live[n]].add(_product('bjqs,bjqp->bjsp', d_s, q))
-      d_v = d_v.at[live[n]].add(_product('bjqs,bjqp->bjsp', p, d_out))
+      d_k = _add_at(d_k, live[n], _product('bjqs,bjqp->bjsp', d_s, q))
+      d_v = _add_at(d_v, live[n], _product('bjqs,bjqp->bjsp', p, d_out))
       return d_q, d_k, d_v
 
     start = jnp.zeros(q.shape, jnp.float32), *carry

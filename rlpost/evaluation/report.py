@@ -1,0 +1,166 @@
+"""What a finished run shows: a picture, a table, a summary.
+
+A *result* is `{'heldout': {'domains': {name: {mean, low, high, n, invalid,
+infra}}, 'mean': {mean, low, high}}, 'heldout_greedy': ...}`: held-out means
+with 95 % intervals, sampled at temperature 1 and greedy. `eval/<step>.json` in
+the workdir is one, with its `step`.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from etils import epath
+
+from rlpost.evaluation import statistics
+
+SAMPLED, GREEDY = 'heldout', 'heldout_greedy'
+_DOMAIN_KEYS = ('mean', 'low', 'high', 'n', 'invalid', 'infra')
+_MEAN_KEYS = ('mean', 'low', 'high')
+
+
+def result_json(estimates: Mapping[str, statistics.Estimate]) -> dict[str, Any]:
+  """One side of a result: estimates by domain, and their mean."""
+  mean = statistics.macro_mean(estimates.values())
+  return {
+      'domains': {
+          name: {key: getattr(e, key) for key in _DOMAIN_KEYS}
+          for name, e in estimates.items()
+      },
+      'mean': {key: getattr(mean, key) for key in _MEAN_KEYS},
+  }
+
+
+def read_rows(path: os.PathLike | str) -> list[dict[str, Any]]:
+  """The JSON objects of a .jsonl file; a line that a kill tore is left out."""
+  path = epath.Path(path)
+  rows = []
+  for line in path.read_text().splitlines() if path.exists() else ():
+    try:
+      rows.append(json.loads(line))
+    except ValueError:
+      continue
+  return rows
+
+
+def read_results(workdir: os.PathLike | str) -> dict[int, dict[str, Any]]:
+  """The results in `eval/` by step, in increasing order."""
+  folder = epath.Path(workdir) / 'eval'
+  found = {}
+  for path in folder.glob('*.json') if folder.exists() else ():
+    if path.stem.isdigit():
+      found[int(path.stem)] = json.loads(path.read_text())
+  return dict(sorted(found.items()))
+
+
+def _interval(e: Mapping | None) -> str:
+  if not e or e['mean'] is None:
+    return '-'
+  return f'{e["mean"]:.2f} [{e["low"]:.2f}, {e["high"]:.2f}]'
+
+
+def heldout_table(before: Mapping, after: Mapping) -> str:
+  """Held-out results per domain, before and after, as text.
+
+  Means with 95 % intervals, sampled at T = 1 and greedy, the tasks behind them,
+  and the verdicts that are no value.
+
+  Args:
+    before, after: results.
+  """
+  kinds = [(SAMPLED, 'T = 1'), (GREEDY, 'greedy')]
+  kinds = [k for k in kinds if k[0] in before and k[0] in after]
+  head = ['held-out']
+  for _, label in kinds:
+    head += [f'{label} before', f'{label} after']
+  head += ['n', 'invalid', 'infra']
+  lines = [head]
+  sides = after[SAMPLED]['domains'], before[SAMPLED]['domains']
+  for name in sorted(sides[0] | sides[1]):
+    cells = [name]
+    for kind, _ in kinds:
+      cells += [_interval(r[kind]['domains'].get(name)) for r in (before, after)]
+    counts = sides[0].get(name) or sides[1][name]
+    lines.append(cells + [str(counts[k]) for k in ('n', 'invalid', 'infra')])
+  mean = ['mean of domains']
+  for kind, _ in kinds:
+    mean += [_interval(r[kind]['mean']) for r in (before, after)]
+  counts = after[SAMPLED]['domains'].values()
+  lines.append(
+      mean + [str(sum(c[k] for c in counts)) for k in ('n', 'invalid', 'infra')]
+  )
+  widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+  texts = [
+      '  '.join(
+          cell.ljust(w) if i <= 2 * len(kinds) else cell.rjust(w)
+          for i, (cell, w) in enumerate(zip(line, widths, strict=True))
+      ).rstrip()
+      for line in lines
+  ]
+  rule = '-' * max(map(len, texts))
+  return '\n'.join([texts[0], rule, *texts[1:-1], rule, texts[-1]])
+
+
+def _pairs(kind, before, after) -> dict:
+  """`{'domains': {name: {before, after}}, 'mean': {before, after}}`."""
+  sides = {'before': before[kind], 'after': after[kind]}
+  names = sorted(set().union(*(s['domains'] for s in sides.values())))
+  return {
+      'domains': {
+          name: {
+              k: {key: s['domains'][name][key] for key in _DOMAIN_KEYS}
+              for k, s in sides.items()
+              if name in s['domains']
+          }
+          for name in names
+      },
+      'mean': {
+          k: {key: s['mean'][key] for key in _MEAN_KEYS}
+          for k, s in sides.items()
+      },
+  }
+
+
+def write_summary(
+    path: os.PathLike | str,
+    *,
+    before: Mapping,
+    after: Mapping,
+    cpu_s: float,
+    first_reward_cpu_s: float,
+    peak_rss_bytes: int,
+    steps: int,
+    nondeterministic_events: int,
+    state_sha256: str,
+) -> dict[str, Any]:
+  """Writes `summary.json` in one rename, and returns what it holds.
+
+  Args:
+    path: of the file.
+    before, after: results of the first and the last step.
+    cpu_s: of the run and its children, over all restarts.
+    first_reward_cpu_s: when the first reward was on the screen.
+    peak_rss_bytes: of the run's own process.
+    steps: that were trained.
+    nondeterministic_events: such as a checker that was retried.
+    state_sha256: of the last checkpoint.
+  """
+  summary = {
+      kind: _pairs(kind, before, after)
+      for kind in (SAMPLED, GREEDY)
+      if kind in before and kind in after
+  }
+  summary |= {
+      'cpu_s': cpu_s,
+      'first_reward_cpu_s': first_reward_cpu_s,
+      'peak_rss_bytes': peak_rss_bytes,
+      'steps': steps,
+      'nondeterministic_events': nondeterministic_events,
+      'state_sha256': state_sha256,
+  }
+  path = epath.Path(path)
+  temporary = path.with_name(path.name + '.tmp')
+  temporary.write_text(json.dumps(summary, indent=2, allow_nan=False) + '\n')
+  temporary.replace(path)
+  return summary

@@ -1,0 +1,313 @@
+"""Continuous batching: keeps the slots of `decode` full of work.
+
+A request is one prompt and the samples wanted of it. It takes one prompt slot;
+its samples run in the slot's rows and refill them as rows end; when the last
+sample has a row, the slot is free for the next prompt once its rows are done.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rlpost import errors
+from rlpost.rollouts import decode
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineConfig:
+  """Static shapes of the decoding programs.
+
+  Attributes:
+    prompts: Q, prompt slots.
+    rows: R, rows of each; a group larger than R refills them.
+    prefix_len, prompt_len: room for the tokens that prompts share, and for
+      those after them.
+    width: W, most tokens sampled per row.
+    prefixes: Z, shared prefixes held at one time.
+    admit: prompts in one prefill; free slots are refilled in such batches.
+    refill: with work waiting, decoding pauses when this many rows are idle.
+  """
+
+  prompts: int
+  rows: int
+  prefix_len: int
+  prompt_len: int
+  width: int
+  prefixes: int = 1
+  admit: int = 0
+  refill: int = 0
+
+  def __post_init__(self):
+    for name in ('prompts', 'rows', 'prompt_len', 'width', 'prefixes'):
+      if getattr(self, name) < 1:
+        raise errors.InputError(f'{name}={getattr(self, name)} must be >= 1.')
+    if self.admit > self.prompts:
+      raise errors.InputError(
+          f'{self.admit=} must not exceed {self.prompts=}.'
+      )
+
+  @property
+  def batch(self) -> int:
+    return self.prompts * self.rows
+
+
+class Programs(NamedTuple):
+  """The jitted functions of `decode`, bound to a model.
+
+  `shared(params, tokens_ZT, length_Z) -> Cache`;
+  `admit(params, slots, cache, which, tokens, length, slot) -> slots`;
+  `run(params, slots, start, stop, root, live_min) -> slots`;
+  `empty() -> slots`.
+  """
+
+  shared: Callable
+  admit: Callable
+  run: Callable
+  empty: Callable
+
+
+class Request(NamedTuple):
+  """A prompt as token ids, and (sample id, temperature) of each completion."""
+
+  group: int
+  prefix: tuple[int, ...]
+  suffix: tuple[int, ...]
+  samples: tuple[tuple[int, float], ...]
+
+
+class Completion(NamedTuple):
+  """What a row sampled; `stop_reason` as in `types.Trajectory`."""
+
+  group: int
+  sample: int
+  temperature: float
+  tokens: np.ndarray
+  logp: np.ndarray
+  stop_reason: str
+
+
+class Engine:
+  """Decodes requests with one set of compiled programs."""
+
+  def __init__(self, config: EngineConfig, programs: Programs, stop_V):
+    """`stop_V`: boolean [V], the tokens that end an answer."""
+    self.config = config
+    self._programs = programs
+    self._stop_V = np.asarray(stop_V, bool)
+    self._slots = None
+    self._cache = None  # (version, {prefix: index}, decode.Cache)
+
+  def generate(
+      self, params, version: int, requests: Sequence[Request], root,
+      budget: int | None = None,
+  ) -> Iterator[list[Completion]]:
+    """Yields completions as they end, in batches.
+
+    What a row samples depends on `params`, `root`, its group and its sample
+    id, and on nothing else.
+
+    Args:
+      version: of `params`; caches of another version are never reused.
+      root: PRNG key.
+      budget: most sampled tokens; the config's width if None.
+    """
+    config = self.config
+    budget = config.width if budget is None else budget
+    if not 0 < budget <= config.width:
+      raise errors.InputError(f'{budget=} must be in 1..{config.width}.')
+    fit, refused = [], []
+    for request in requests:
+      fits = (
+          len(request.prefix) <= config.prefix_len
+          and 0 < len(request.suffix) <= config.prompt_len
+      )
+      (fit if fits else refused).append(request)
+    if refused:
+      yield [_overlong(r, s, t) for r in refused for s, t in r.samples]
+    for part in _by_prefix(fit, config.prefixes):
+      which = self._share(params, version, part)
+      yield from _Session(self, params, which, part, root, budget).run()
+
+  def _share(self, params, version, requests) -> dict:
+    """Prefills the prefixes of `requests` unless this version has them."""
+    wanted = list(dict.fromkeys(r.prefix for r in requests))
+    if self._cache is not None and self._cache[0] == version:
+      if all(p in self._cache[1] for p in wanted):
+        return self._cache[1]
+    self._cache = None
+    config = self.config
+    tokens = np.zeros((config.prefixes, config.prefix_len), np.int32)
+    length = np.zeros(config.prefixes, np.int32)
+    for i, prefix in enumerate(wanted):
+      tokens[i, : len(prefix)] = prefix
+      length[i] = len(prefix)
+    cache = self._programs.shared(params, tokens, length)
+    which = {prefix: i for i, prefix in enumerate(wanted)}
+    self._cache = version, which, cache
+    return which
+
+
+def _overlong(request, sample, temperature):
+  empty = np.zeros(0, np.int32)
+  return Completion(
+      request.group, sample, temperature, empty, empty.astype(np.float32),
+      'overlong',
+  )
+
+
+def _by_prefix(requests, most):
+  """Parts with at most `most` distinct prefixes each, in stable order."""
+  groups = collections.defaultdict(list)
+  for request in requests:
+    groups[request.prefix].append(request)
+  parts = list(groups.values())
+  if len(parts) <= most:
+    return [requests] if requests else []
+  return [
+      [r for part in parts[i : i + most] for r in part]
+      for i in range(0, len(parts), most)
+  ]
+
+
+class _Session:
+  """One `generate` over requests whose prefixes are cached."""
+
+  def __init__(self, engine, params, which, requests, root, budget):
+    self._engine, self._params, self._which = engine, params, which
+    self._root, self._budget = root, budget
+    config = engine.config
+    self._waiting = collections.deque(requests)
+    self._requests = [None] * config.prompts
+    self._left = [collections.deque() for _ in range(config.prompts)]
+    self._rows = [None] * config.batch  # (request, sample, temperature)
+    self._start = decode.Start(
+        fresh=np.zeros(config.batch, bool),
+        temperature=np.ones(config.batch, np.float32),
+        budget=np.full(config.batch, budget, np.int32),
+        group=np.zeros(config.batch, np.int32),
+        sample=np.zeros(config.batch, np.int32),
+    )
+
+  def run(self) -> Iterator[list[Completion]]:
+    engine, config = self._engine, self._engine.config
+    # Leftovers of another session could only cost rounding: start clean.
+    engine._slots = engine._programs.empty()
+    while True:
+      self._admit()
+      self._assign()
+      live = sum(row is not None for row in self._rows)
+      if not live:
+        return
+      more = self._waiting or any(self._left)
+      pause = max(live - max(config.refill, 1), 0) if more else 0
+      engine._slots = engine._programs.run(
+          self._params, engine._slots, self._start, engine._stop_V,
+          self._root, np.int32(pause),
+      )
+      self._start.fresh[:] = False
+      yield self._collect()
+
+  def _admit(self):
+    """Prefills waiting prompts into free slots, a batch at a time."""
+    config = self._engine.config
+    most = config.admit or config.prompts
+    while self._waiting:
+      free = [q for q in range(config.prompts) if self._free(q)]
+      busy = len(free) < config.prompts
+      if not free or (busy and len(free) < min(most, len(self._waiting))):
+        return
+      self._prefill(free[:most], most)
+
+  def _free(self, q):
+    rows = self._rows[q * self._engine.config.rows:][: self._engine.config.rows]
+    return not self._left[q] and all(row is None for row in rows)
+
+  def _prefill(self, free, most):
+    engine, config = self._engine, self._engine.config
+    tokens = np.zeros((most, config.prompt_len), np.int32)
+    which, length = np.zeros((2, most), np.int32)
+    slot = np.full(most, config.prompts, np.int32)
+    for i, q in enumerate(free):
+      if not self._waiting:
+        break
+      request = self._waiting.popleft()
+      self._requests[q] = request
+      self._left[q].extend(request.samples)
+      tokens[i, : len(request.suffix)] = request.suffix
+      length[i], slot[i] = len(request.suffix), q
+      which[i] = self._which[request.prefix]
+    engine._slots = engine._programs.admit(
+        self._params, engine._slots, engine._cache[2], which, tokens, length,
+        slot,
+    )
+
+  def _assign(self):
+    """Gives idle rows the next sample of their slot's prompt."""
+    R = self._engine.config.rows
+    for b in range(len(self._rows)):
+      q = b // R
+      if self._rows[b] is None and self._left[q]:
+        sample, temperature = self._left[q].popleft()
+        request = self._requests[q]
+        self._rows[b] = request, sample, temperature
+        self._start.fresh[b] = True
+        self._start.temperature[b] = temperature
+        self._start.group[b] = request.group
+        self._start.sample[b] = sample
+
+  def _collect(self) -> list[Completion]:
+    slots = self._engine._slots
+    live, count, tokens, logp = jax.device_get(
+        (slots.live, slots.count, slots.tokens, slots.logp)
+    )
+    done = []
+    for b, row in enumerate(self._rows):
+      if row is None or live[b]:
+        continue
+      request, sample, temperature = row
+      n = int(count[b])
+      ended = bool(self._engine._stop_V[tokens[b, n - 1]])
+      done.append(
+          Completion(
+              request.group, sample, temperature, tokens[b, :n].copy(),
+              logp[b, :n].copy(), 'stop' if ended else 'length',
+          )
+      )
+      self._rows[b] = None
+    return done
+
+
+def functions(config: EngineConfig, model, dtype=jnp.float32) -> dict[str, Any]:
+  """The pure functions behind `Programs`, by name, not yet jitted."""
+
+  def shared(params, tokens, length):
+    if not config.prefix_len:
+      none = tuple(
+          jnp.zeros((config.prefixes, model.num_kv_heads, 0, model.head_dim),
+                    dtype) for _ in range(model.num_layers)
+      )
+      return decode.Cache(none, none, length)
+    return decode.prefill(model, params, tokens, length, dtype=dtype)[0]
+
+  def admit(params, slots, cache, which, tokens, length, slot):
+    return decode.admit(
+        model, params, slots, cache, which, tokens, length, slot
+    )
+
+  def run(params, slots, start, stop, root, live_min):
+    return decode.run(
+        model, params, slots, start, stop, root, live_min
+    )
+
+  def empty():
+    return decode.empty(
+        model, prompts=config.prompts, rows=config.rows,
+        prefix_len=config.prefix_len, prompt_len=config.prompt_len,
+        width=config.width, dtype=dtype,
+    )
+
+  return {'shared': shared, 'admit': admit, 'run': run, 'empty': empty}
