@@ -13,8 +13,9 @@ from rlpost.evaluation import report
 # trained on is blue, what is held out is vermilion, in every panel.
 TRAINED, TRAINED_RAW, HELD_OUT = '#0072B2', '#BBD3E4', '#D55E00'
 INK, QUIET, RULE = '#222222', '#6B6B6B', '#E3E3E3'
+LEFT, RIGHT = 0.055, 0.985  # Margins of the page.
 
-_STYLE = {
+STYLE = {
     'font.family': 'sans-serif',
     'font.sans-serif': ['DejaVu Sans'],
     'font.size': 8.5,
@@ -56,7 +57,7 @@ def curves_png(workdir: os.PathLike | str) -> epath.Path:
   workdir = epath.Path(workdir)
   rows = report.read_rows(workdir / 'metrics.jsonl')
   results = report.read_results(workdir)
-  with matplotlib.rc_context(_STYLE):
+  with matplotlib.rc_context(STYLE):
     figure = draw(rows, results, title=workdir.absolute().name)
     backend_agg.FigureCanvasAgg(figure)
     image = io.BytesIO()
@@ -70,6 +71,8 @@ def curves_png(workdir: os.PathLike | str) -> epath.Path:
 
 def draw(rows: Sequence[Mapping], results: Mapping[int, Mapping], title: str):
   """The figure: a headline, the mean, two health panels, a panel per domain.
+
+  To be called, and the figure to be saved, with matplotlib in `STYLE`.
 
   Args:
     rows: lines of `metrics.jsonl`.
@@ -86,26 +89,26 @@ def draw(rows: Sequence[Mapping], results: Mapping[int, Mapping], title: str):
   )
   columns = _columns(len(names))
   lines = math.ceil(len(names) / columns)
-  heights = [0.78, 2.75] + [0.5, 1.35 * lines] * bool(lines)
-  figure = figures.Figure(figsize=(10, sum(heights) + 0.35))
-  top = 1.0
-  bands = []
-  for height in heights:
-    bottom = top - height / figure.get_figheight()
-    bands.append((bottom, top))
-    top = bottom
-  _headline(figure, rows, results, title)
+  small = 0.95 + (0.55 if columns > 4 else 0.45)  # With its title.
+  height = 3.65 + (0.6 + small * lines) * bool(lines)
+  figure = figures.Figure(figsize=(10, height))
+
+  def up(inches):
+    """A distance from the top, as matplotlib counts."""
+    return 1 - inches / height
+
+  _headline(figure, rows, results, title, up)
   grid = figure.add_gridspec(
-      2, 3, left=0.055, right=0.985, bottom=bands[1][0] + 0.02,
-      top=bands[1][1] - 0.02, wspace=0.22, hspace=0.55,
+      2, 3, left=LEFT, right=RIGHT, bottom=up(3.25), top=up(1.0),
+      wspace=0.22, hspace=0.55,
   )
   last = max([r['step'] for r in rows] + list(results) + [1])
-  low, high = _reward_limits(rows, results)
+  limits = _reward_limits(rows, results)
   mean = figure.add_subplot(grid[:, :2])
   mean.set_title('Mean reward', fontweight='bold')
   _reward_panel(
       mean, _series(rows, lambda r: r.get('reward')),
-      _points(results, lambda kind: kind['mean']), last, (low, high), 5.5,
+      _points(results, lambda kind: kind['mean']), last, limits, large=True,
   )
   mean.set_xlabel('step', loc='right')
   _health_panel(
@@ -117,18 +120,15 @@ def draw(rows: Sequence[Mapping], results: Mapping[int, Mapping], title: str):
       _speed(rows), last,
   )
   if lines:
-    figure.text(
-        0.055, bands[2][0] + 0.012, 'By domain', fontsize=9.5,
-        fontweight='bold', va='bottom',
-    )
-    small = figure.add_gridspec(
-        lines, columns, left=0.055, right=0.985,
-        bottom=0.42 / figure.get_figheight(), top=bands[3][1] - 0.035,
-        wspace=0.14, hspace=0.55,
+    figure.text(LEFT, up(3.9), 'By domain', fontsize=9.5, fontweight='bold')
+    cells = figure.add_gridspec(
+        lines, columns, left=LEFT, right=RIGHT, bottom=0.35 / height,
+        top=up(4.25 + (0.12 if columns > 4 else 0)), wspace=0.14,
+        hspace=0.55 if columns > 4 else 0.45,
     )
   for i, name in enumerate(names):
-    axes = figure.add_subplot(small[i // columns, i % columns])
-    _domain_panel(axes, name, rows, results, last, (low, high))
+    axes = figure.add_subplot(cells[i // columns, i % columns])
+    _domain_panel(axes, name, rows, results, last, limits, columns)
     axes.tick_params(
         labelleft=i % columns == 0, labelbottom=i + columns >= len(names)
     )
@@ -143,12 +143,14 @@ def _columns(count: int) -> int:
   return min(choices, key=lambda c: (-count % c, -c))
 
 
-def _headline(figure, rows, results, title):
-  inch = 1 / figure.get_figheight()
-  figure.text(
-      0.055, 1 - 0.34 * inch, title, fontsize=14, fontweight='bold',
-      va='baseline',
-  )
+def _short(text: str, room: int) -> str:
+  return text if len(text) <= room else text[: room - 1].rstrip() + '…'
+
+
+def _headline(figure, rows, results, title, up):
+  from matplotlib import lines
+
+  figure.text(LEFT, up(0.34), _short(title, 32), fontsize=14, fontweight='bold')
   facts = []
   if len(results) > 1:
     first, *_, final = (r[report.SAMPLED]['mean'] for r in results.values())
@@ -160,23 +162,18 @@ def _headline(figure, rows, results, title):
   if rows:
     facts.append(f'{rows[-1]["step"]} steps')
     facts.append(f'{rows[-1].get("cpu_s") or 0:,.0f} CPU s')
-  figure.text(
-      0.055, 1 - 0.58 * inch, '   ·   '.join(facts), color=QUIET, fontsize=9,
-      va='baseline',
-  )
-  from matplotlib import lines
-
+  figure.text(LEFT, up(0.6), '   ·   '.join(facts), color=QUIET, fontsize=9)
   handles = [
       lines.Line2D([], [], color=TRAINED, lw=1.8, label='training tasks'),
-      lines.Line2D([], [], color=HELD_OUT, marker='o', ms=5, lw=1,
-                   label='held-out, T = 1'),
+      lines.Line2D([], [], color=HELD_OUT, marker='o', ms=5, lw=0,
+                   label='held-out, T = 1, with 95 % interval'),
       lines.Line2D([], [], color=HELD_OUT, marker='o', ms=5, lw=0,
                    mfc='white', label='held-out, greedy'),
   ]
   figure.legend(
       handles=handles, loc='upper right', ncols=3, frameon=False, fontsize=8.5,
-      bbox_to_anchor=(0.99, 1 - 0.12 * inch), handletextpad=0.6,
-      columnspacing=1.6,
+      bbox_to_anchor=(0.99, up(0.12)), handletextpad=0.5,
+      columnspacing=1.4,
   )
 
 
@@ -217,12 +214,11 @@ def _reward_limits(rows, results) -> tuple[float, float]:
 
 
 def _smooth(pairs) -> list[float]:
-  """Centred means over about a tenth of the run, shorter at the ends."""
+  """Centred means over about a tenth of the run, one-sided at its ends."""
   half = max(len(pairs) // 20, 1) if len(pairs) >= 8 else 0
   out = []
   for i in range(len(pairs)):
-    reach = min(half, i, len(pairs) - 1 - i)
-    near = [v for _, v in pairs[i - reach : i + reach + 1]]
+    near = [v for _, v in pairs[max(i - half, 0) : i + half + 1]]
     out.append(sum(near) / len(near))
   return out
 
@@ -235,54 +231,66 @@ def _trend(axes, pairs, width):
   )
 
 
-def _reward_panel(axes, pairs, points, last, limits, size):
-  _trend(axes, pairs, 1.9 if size > 5 else 1.2)
-  shift = last * (0.007 if size > 5 else 0.02)
-  for kind, offset, face in (
-      (report.GREEDY, shift, 'white'), (report.SAMPLED, -shift, HELD_OUT),
-  ):
-    found = points[kind]
-    if not found:
-      continue
-    means = [e['mean'] for _, e in found]
+def _reward_panel(axes, pairs, points, last, limits, *, large):
+  _trend(axes, pairs, 1.9 if large else 1.2)
+  # Side by side, since the two results of a step are often nearly equal.
+  shift = last * (0.007 if large else 0.02)
+  sides = [(report.GREEDY, shift, 'white'), (report.SAMPLED, -shift, HELD_OUT)]
+  for kind, offset, face in sides:
+    found = [e for _, e in points[kind]]
     axes.errorbar(
-        [s + offset for s, _ in found], means,
+        [s + offset for s, _ in points[kind]],
+        [e['mean'] for e in found],
         yerr=[
-            [max(m - e['low'], 0) for m, (_, e) in zip(means, found, strict=True)],
-            [max(e['high'] - m, 0) for m, (_, e) in zip(means, found, strict=True)],
+            [max(e['mean'] - e['low'], 0) for e in found],
+            [max(e['high'] - e['mean'], 0) for e in found],
         ],
-        fmt='o', color=HELD_OUT, mfc=face, mew=1.1, ms=size, lw=1.1,
-        clip_on=False, zorder=4,
+        fmt='o', color=HELD_OUT, mfc=face, mew=1.1, lw=1.1,
+        ms=5.5 if large else 4, clip_on=False, zorder=4,
     )
   low, high = limits
-  pad = 0.04 * (high - low)
-  axes.set_ylim(low - pad * 0.5, high + pad)
-  axes.set_xlim(-0.03 * last, 1.03 * last)
+  axes.set_ylim(low - 0.02 * (high - low), high + 0.04 * (high - low))
   if limits == (0.0, 1.0):
-    axes.set_yticks([0, 0.25, 0.5, 0.75, 1] if size > 5 else [0, 0.5, 1])
-  axes.xaxis.get_major_locator().set_params(
-      nbins=8 if size > 5 else 3, integer=True
-  )
+    axes.set_yticks([0, 0.25, 0.5, 0.75, 1] if large else [0, 0.5, 1])
+  _steps_axis(axes, last, margin=0.03 if large else 0.06, all_ticks=large)
+
+
+def _steps_axis(axes, last, margin=0.03, all_ticks=False):
+  axes.set_xlim(-margin * last, (1 + margin) * last)
+  if all_ticks:
+    axes.xaxis.get_major_locator().set_params(nbins=8, integer=True)
+  else:
+    axes.set_xticks(sorted({0, last // 2, last}))
 
 
 def _health_panel(axes, title, unit, pairs, last):
   axes.set_title(title, fontweight='bold')
   axes.set_title(unit, loc='right', color=QUIET, fontsize=8)
   _trend(axes, pairs, 1.4)
-  axes.set_xlim(-0.03 * last, 1.03 * last)
+  _steps_axis(axes, last)
   axes.set_ylim(0, 1.15 * max([v for _, v in pairs] + [1e-9]))
   axes.yaxis.get_major_locator().set_params(nbins=3)
-  axes.xaxis.get_major_locator().set_params(nbins=5, integer=True)
 
 
-def _domain_panel(axes, name, rows, results, last, limits):
+def _domain_panel(axes, name, rows, results, last, limits, columns):
   pairs = _series(
       rows, lambda r: r.get('domains', {}).get(name, {}).get('reward')
   )
   points = _points(results, lambda kind: kind['domains'].get(name))
-  _reward_panel(axes, pairs, points, last, limits, 4)
-  axes.set_title(name.replace('_', ' '), fontsize=8.5, pad=5)
+  # Before and after only: there is no room for what lies between.
+  points = {k: p if len(p) < 3 else [p[0], p[-1]] for k, p in points.items()}
+  _reward_panel(axes, pairs, points, last, limits, large=False)
+  narrow = columns > 4  # The change goes under the name, not beside it.
+  room = {1: 80, 2: 60, 3: 32, 4: 20, 5: 26, 6: 21}[columns]
+  axes.set_title(
+      _short(name.replace('_', ' '), room), fontsize=8.5,
+      pad=15 if narrow else 5,
+  )
   found = points[report.SAMPLED]
   if len(found) > 1:
     change = f'{found[0][1]["mean"]:.2f} → {found[-1][1]["mean"]:.2f}'
-    axes.set_title(change, loc='right', fontsize=8.5, color=HELD_OUT, pad=5)
+    axes.annotate(
+        change, (0 if narrow else 1, 1), (0, 5), fontsize=8 if narrow else 8.5,
+        xycoords='axes fraction', textcoords='offset points', color=HELD_OUT,
+        ha='left' if narrow else 'right', va='baseline',
+    )

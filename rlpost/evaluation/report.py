@@ -80,7 +80,8 @@ def heldout_table(before: Mapping, after: Mapping) -> str:
   for name in sorted(sides[0] | sides[1]):
     cells = [name]
     for kind, _ in kinds:
-      cells += [_interval(r[kind]['domains'].get(name)) for r in (before, after)]
+      parts = (r[kind]['domains'].get(name) for r in (before, after))
+      cells += [_interval(part) for part in parts]
     counts = sides[0].get(name) or sides[1][name]
     lines.append(cells + [str(counts[k]) for k in ('n', 'invalid', 'infra')])
   mean = ['mean of domains']

@@ -7,7 +7,7 @@ worker processes overlaps with decoding the others.
 import asyncio
 import collections
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -43,13 +43,22 @@ class Collector:
   def collect(
       self, params, version: int, episodes: Sequence[Episode], root,
       budget: int | None = None,
+      progress: Callable[[int, int, float], None] | None = None,
   ) -> list[types.Group]:
-    """One group per episode, samples in order, every verdict present."""
+    """One group per episode, samples in order, every verdict present.
+
+    Args:
+      params, version, root, budget: see `Engine.generate`.
+      episodes: with distinct group ids.
+      progress: called as `progress(scored, wanted, mean reward so far)`.
+    """
     return asyncio.run(
-        self._collect(params, version, episodes, root, budget)
+        self._collect(params, version, episodes, root, budget, progress)
     )
 
-  async def _collect(self, params, version, episodes, root, budget):
+  async def _collect(
+      self, params, version, episodes, root, budget, progress
+  ):
     by_group = {e.group: e for e in episodes}
     if len(by_group) != len(episodes):
       raise errors.InputError('Two episodes have the same group id.')
@@ -58,8 +67,22 @@ class Collector:
     }
     requests = [self._request(e, states[e.group]) for e in episodes]
     prompts = {r.group: r.prefix + r.suffix for r in requests}
-    found, pending = collections.defaultdict(list), []
+    found = collections.defaultdict(list)
+    pending = collections.deque()
     batches = self._engine.generate(params, version, requests, root, budget)
+    wanted = sum(len(e.samples) for e in episodes)
+
+    def settle(keep):
+      """Takes the verdicts of all batches but the last `keep`."""
+      while len(pending) > keep:
+        trajectories, verdicts = pending.popleft()
+        for t, verdict in zip(trajectories, verdicts.result(), strict=True):
+          found[t.group].append(dataclasses.replace(t, verdict=verdict))
+      if progress is not None and found:
+        values = [t.verdict for ts in found.values() for t in ts]
+        good = [v.value for v in values if v.valid]
+        progress(len(values), wanted, sum(good) / max(len(good), 1))
+
     for batch in batches:
       trajectories, items = [], []
       for done in batch:
@@ -74,9 +97,8 @@ class Collector:
         )
         items.append(scoring.Item(**step.artifacts['item']))
       pending.append((trajectories, self._scorer.submit(items)))
-    for trajectories, verdicts in pending:
-      for t, verdict in zip(trajectories, verdicts.result(), strict=True):
-        found[t.group].append(dataclasses.replace(t, verdict=verdict))
+      settle(1)
+    settle(0)
     for e in episodes:
       await e.environment.close(states[e.group])
     return [

@@ -103,7 +103,8 @@ def gradient(
     old_logp: fp32 [M, B, K], for recipes anchored on it.
 
   Returns:
-    (gradient, {term: value}, `diagnostics.Metrics`).
+    (gradient, {term: value}, `diagnostics.Metrics`, bool [M, B] rows whose
+    every value is finite).
   """
   M = batch.mask.shape[0]
   denominators = _denominators(config, batch)
@@ -111,34 +112,40 @@ def gradient(
   def part(trainable, rows, old):
     out = outputs(config, union(trainable, frozen), rows)
     out = out._replace(old_logp_BK=old)
+    values = recipes.policy_terms(out, rows, config.recipe)
     terms = {
-        name: values.sum() / denominators[unit]
-        for name, (values, unit) in recipes.policy_terms(
-            out, rows, config.recipe
-        ).items()
+        name: values_BK.sum() / denominators[unit]
+        for name, (values_BK, unit) in values.items()
     }
+    sound_B = jnp.stack(
+        [jnp.isfinite(x).all(1) for x, _ in values.values()]
+    ).all(0)
     metrics = diagnostics.metrics(out, rows, config.recipe)
-    return sum(terms.values()), (terms, metrics)
+    return sum(terms.values()), (terms, metrics, sound_B)
 
   def at(i):
     old = None if old_logp is None else old_logp[i]
-    grads, (terms, metrics) = jax.grad(part, has_aux=True)(
+    grads, (terms, metrics, sound_B) = jax.grad(part, has_aux=True)(
         trainable, _micro(batch, i), old
     )
-    return grads, terms, metrics
+    return grads, terms, metrics, sound_B
 
   if M == 1:
-    return at(0)
+    *out, sound_B = at(0)
+    return *out, sound_B[None]
 
   def add(i, carry):
-    grads, terms, metrics = at(i)
+    grads, terms, metrics, sound_B = at(i)
     total = jax.tree.map(jnp.add, (grads, terms), carry[:2])
-    return *total, diagnostics.merge(carry[2], metrics)
+    metrics = diagnostics.merge(carry[2], metrics)
+    return *total, metrics, carry[3].at[i].set(sound_B)
 
-  zeros = jax.tree.map(
-      lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(at, 0)
+  *shapes, _ = jax.eval_shape(at, 0)
+  zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+  sound_MB = jnp.ones(batch.mask.shape[:2], bool)
+  return jax.lax.fori_loop(
+      0, M if count is None else count, add, (*zeros, sound_MB)
   )
-  return jax.lax.fori_loop(0, M if count is None else count, add, zeros)
 
 
 def train_step(
@@ -157,10 +164,10 @@ def train_step(
     old_logp: see `gradient`.
 
   Returns:
-    (state, {'loss', 'loss_<term>', 'grad_norm', 'finite', and what
-    `diagnostics.finish` gives}).
+    (state, {'loss', 'loss_<term>', 'grad_norm', 'finite', 'sound_MB', and
+    what `diagnostics.finish` gives}).
   """
-  grads, terms, metrics = gradient(
+  grads, terms, metrics, sound_MB = gradient(
       config, state.trainable, frozen, batch, count, old_logp
   )
   norm = optax.global_norm(grads) * weight
@@ -176,11 +183,12 @@ def train_step(
   report |= {f'loss_{name}': value for name, value in terms.items()}
   finite = jnp.isfinite(norm) & jnp.isfinite(loss)
   report |= {'loss': loss, 'grad_norm': norm, 'finite': finite}
+  report['sound_MB'] = sound_MB
   return new, report
 
 
 def score(config: StepConfig, params, batch: types.Batch, count):
-  """Log-probabilities [M, B, K] of a batch: of a reference, or before updates."""
+  """fp32 [M, B, K]: log-probs of a batch, of a reference or before updates."""
 
   def add(i, out):
     logp = outputs(config, params, _micro(batch, i)).logp_BK

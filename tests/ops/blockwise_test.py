@@ -106,6 +106,22 @@ def test_log_sum_exp_has_a_gradient():
   oracle.assert_near(dq, means / np.sqrt(q.shape[-1]))
 
 
+def test_a_token_that_sees_nothing_gives_zeros():
+  """As when its keys are all on another device: its log-sum-exp is finite."""
+  where = LAYOUTS['packed']
+  later = where._replace(order=where.order + 3)
+  q, k, v, g = oracle.rows(8)
+  (out, lse), grads = program()(q, k, v, g, g[..., 0], where, later)
+  seen = oracle.seen_BTS(where, later)
+  blind = ~seen.any(2) & (where.segment >= 0)
+  assert blind.any()
+  assert (out[blind] == 0).all() and (lse[blind] == np.float32(-1e30)).all()
+  again = program()(
+      q, k, v, *(np.where(blind.reshape(*blind.shape, *(1,) * n), 0, x)
+                 for n, x in ((2, g), (1, g[..., 0]))), where, later)
+  jax.tree.map(np.testing.assert_array_equal, again[1], grads)
+
+
 @functools.partial(jax.jit, static_argnames=['window', 'size'])
 def live(where, window=None, size=8):
   """Boolean [blocks, blocks]: pairs that the loop visits."""

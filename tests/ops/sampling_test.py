@@ -45,6 +45,12 @@ def test_equals_a_single_inverse_cdf(V):
   np.testing.assert_allclose(logp, np.log(chosen), atol=5e-6)
 
 
+def test_a_step_of_the_cdf_belongs_to_the_token_above_it():
+  token, logp = columns(np.zeros(4), [0, 0.25, 0.5, 0.75])
+  np.testing.assert_array_equal(token, np.arange(4))
+  np.testing.assert_allclose(logp, np.log(np.full(4, 0.25)), rtol=1e-6)
+
+
 def test_frequencies_pass_a_chi_square_test():
   """Even uniform numbers give each token its share to within one draw."""
   p = np.array([0.02, 0.3, 0.05, 0.13, 0.2, 0.001, 0.249, 0.05])

@@ -1,0 +1,82 @@
+"""Seven kinds of task at once, on a real pretrained model of 135M parameters.
+
+  tools/run                        full fine-tuning of SmolLM2-135M-Instruct
+  tools/run quickstart:smoke       the same program on a tiny random model
+"""
+
+import ml_collections
+
+
+def get_config(variant: str = '') -> ml_collections.ConfigDict:
+  config = ml_collections.ConfigDict()
+  config.launcher = 'experiments.train'
+  config.seed = 0
+  config.steps = 30
+  config.model = {
+      'source': 'smollm2',
+      'value_head': False,
+      'stacked': False,
+      'trainable': '.*',
+      'dtype': 'float32',
+  }
+  config.mesh = {'data': 1, 'fsdp': 1, 'tensor': 1, 'context': 1}
+  config.domains = {
+      'names': (
+          'copy_words', 'first_letter', 'upper', 'color_of', 'add', 'bigger',
+      ),
+      'heldout': 64,
+      'validation': 8,
+      'heldout_seed': 0,
+  }
+  config.rollout = {
+      'prompts': 12,
+      'samples': 8,
+      'max_new': 8,
+      'temperature': 1.0,
+      'prefixes': 16,
+      'admit': 0,
+      'refill': 0,
+  }
+  config.recipe = {
+      'name': 'dapo',
+      'overlong': 'keep',
+      'dynamic_sampling': False,
+  }
+  config.optimizer = {
+      'learning_rate': 1e-5,
+      'warmup_steps': 3,
+      'decay': 'constant',
+      'b1': 0.9,
+      'b2': 0.99,
+      'weight_decay': 0.0,
+  }
+  config.train = {
+      'rows': 2,
+      'updates': 1,
+      'backend': 'dense',
+      'remat': 'none',
+      'chunk': 128,
+      'clip_norm': 1.0,
+  }
+  config.plan = {'floor': 0.5}
+  config.curriculum = {'decay': 0.9, 'explore': 0.2}
+  config.reward_scale = {'decay': 0.999, 'floor': 0.1}
+  config.evaluation = {'slots': 24, 'samples': 3, 'temperature': 1.0}
+  config.checkpoint = {'every': 15, 'keep_latest': 1}
+  if variant == 'smoke':
+    _smoke(config)
+  elif variant:
+    raise ValueError(f'{variant=} is not smoke or empty.')
+  return config.lock()
+
+
+def _smoke(config):
+  config.steps = 6
+  config.model.source = 'scratch:tiny'
+  config.domains.names = ('tiny_copy', 'tiny_first')
+  config.domains.heldout = 8
+  config.domains.validation = 4
+  config.rollout.prompts = 4
+  config.rollout.max_new = 6
+  config.evaluation.slots = 8
+  config.checkpoint.every = 2
