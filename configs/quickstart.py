@@ -11,7 +11,7 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
   config = ml_collections.ConfigDict()
   config.launcher = 'experiments.train'
   config.seed = 0
-  config.steps = 30
+  config.steps = 28
   config.model = {
       'source': 'smollm2',
       'value_head': False,
@@ -27,11 +27,12 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
       'heldout': 64,
       'validation': 8,
       'heldout_seed': 0,
+      'num_shots': 2,
   }
   config.rollout = {
       'prompts': 12,
       'samples': 8,
-      'max_new': 8,
+      'max_new': 6,
       'temperature': 1.0,
       'prefixes': 16,
       'admit': 0,
@@ -43,7 +44,7 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
       'dynamic_sampling': False,
   }
   config.optimizer = {
-      'learning_rate': 1e-5,
+      'learning_rate': 2e-5,
       'warmup_steps': 3,
       'decay': 'constant',
       'b1': 0.9,
@@ -51,7 +52,8 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
       'weight_decay': 0.0,
   }
   config.train = {
-      'rows': 2,
+      'rows': 4,
+      'groups': 8,
       'updates': 1,
       'backend': 'dense',
       'remat': 'none',
@@ -61,8 +63,10 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
   config.plan = {'floor': 0.5}
   config.curriculum = {'decay': 0.9, 'explore': 0.2}
   config.reward_scale = {'decay': 0.999, 'floor': 0.1}
-  config.evaluation = {'slots': 24, 'samples': 3, 'temperature': 1.0}
-  config.checkpoint = {'every': 15, 'keep_latest': 1}
+  config.evaluation = {
+      'slots': 24, 'samples': 3, 'temperature': 1.0, 'admit': 6,
+  }
+  config.checkpoint = {'every': 14, 'keep_latest': 1}
   if variant == 'smoke':
     _smoke(config)
   elif variant:
@@ -79,4 +83,6 @@ def _smoke(config):
   config.rollout.prompts = 4
   config.rollout.max_new = 6
   config.evaluation.slots = 8
+  config.evaluation.admit = 8
+  config.train.groups = 4
   config.checkpoint.every = 2

@@ -113,7 +113,8 @@ def statistics(
   np.maximum.at(high_G, group_B, reward_B)
   low_G = np.where(count_G > 0, low_G, 0.0)
   high_G = np.where(count_G > 0, high_G, 0.0)
-  flat_G = (count_G < 2) | _flat(low_G, high_G, threshold)
+  # Groups of none and of one are flat as well: their spread is 0.
+  flat_G = _flat(low_G, high_G, threshold)
   return GroupStatistics(count_G, mean_G, std_G, low_G, high_G, flat_G)
 
 

@@ -1,18 +1,13 @@
-"""The picture of a run, `curves.png`: rewards, held-out results, health."""
+"""The figure of a run: rewards, held-out results, health."""
 
-import io
 import math
-import os
 from collections.abc import Mapping, Sequence
-
-from etils import epath
-
-from rlpost.evaluation import report
 
 # Okabe and Ito's palette, which colour-blind readers tell apart: what is
 # trained on is blue, what is held out is vermilion, in every panel.
 TRAINED, TRAINED_RAW, HELD_OUT = '#0072B2', '#BBD3E4', '#D55E00'
 INK, QUIET, RULE = '#222222', '#6B6B6B', '#E3E3E3'
+SAMPLED, GREEDY = 'heldout', 'heldout_greedy'  # The keys of a result.
 LEFT, RIGHT = 0.055, 0.985  # Margins of the page.
 
 STYLE = {
@@ -45,30 +40,6 @@ STYLE = {
 }
 
 
-def curves_png(workdir: os.PathLike | str) -> epath.Path:
-  """Draws `curves.png` from `metrics.jsonl` and `eval/*.json`.
-
-  Returns:
-    Its path in the workdir. A run without steps or results gets empty axes.
-  """
-  import matplotlib
-  from matplotlib.backends import backend_agg
-
-  workdir = epath.Path(workdir)
-  rows = report.read_rows(workdir / 'metrics.jsonl')
-  results = report.read_results(workdir)
-  with matplotlib.rc_context(STYLE):
-    figure = draw(rows, results, title=workdir.absolute().name)
-    backend_agg.FigureCanvasAgg(figure)
-    image = io.BytesIO()
-    figure.savefig(image, format='png', dpi=160)
-  path = workdir / 'curves.png'
-  temporary = path.with_name(path.name + '.tmp')
-  temporary.write_bytes(image.getvalue())
-  temporary.replace(path)
-  return path
-
-
 def draw(rows: Sequence[Mapping], results: Mapping[int, Mapping], title: str):
   """The figure: a headline, the mean, two health panels, a panel per domain.
 
@@ -76,7 +47,7 @@ def draw(rows: Sequence[Mapping], results: Mapping[int, Mapping], title: str):
 
   Args:
     rows: lines of `metrics.jsonl`.
-    results: by step, as `report.read_results` gives them.
+    results: by step, as in `eval/<step>.json`.
     title: of the whole.
   """
   from matplotlib import figure as figures
@@ -84,7 +55,7 @@ def draw(rows: Sequence[Mapping], results: Mapping[int, Mapping], title: str):
   names = sorted(
       set().union(
           *(r.get('domains', {}) for r in rows),
-          *(r[report.SAMPLED]['domains'] for r in results.values()),
+          *(r[SAMPLED]['domains'] for r in results.values()),
       )
   )
   columns = _columns(len(names))
@@ -153,7 +124,7 @@ def _headline(figure, rows, results, title, up):
   figure.text(LEFT, up(0.34), _short(title, 32), fontsize=14, fontweight='bold')
   facts = []
   if len(results) > 1:
-    first, *_, final = (r[report.SAMPLED]['mean'] for r in results.values())
+    first, *_, final = (r[SAMPLED]['mean'] for r in results.values())
     if None not in (first['mean'], final['mean']):
       facts.append(
           f'held-out mean {first["mean"]:.2f} → {final["mean"]:.2f} '
@@ -195,7 +166,7 @@ def _speed(rows) -> list[tuple[int, float]]:
 def _points(results, get) -> dict[str, list[tuple[int, Mapping]]]:
   """(step, estimate) of the sampled and the greedy results."""
   found = {}
-  for kind in (report.SAMPLED, report.GREEDY):
+  for kind in (SAMPLED, GREEDY):
     pairs = [(s, get(r[kind])) for s, r in results.items() if kind in r]
     found[kind] = [(s, e) for s, e in pairs if e and e['mean'] is not None]
   return found
@@ -207,7 +178,7 @@ def _reward_limits(rows, results) -> tuple[float, float]:
   for row in rows:
     values += [d.get('reward') for d in row.get('domains', {}).values()]
   for result in results.values():
-    for e in result[report.SAMPLED]['domains'].values():
+    for e in result[SAMPLED]['domains'].values():
       values += [e['low'], e['high']]
   values = [v for v in values if isinstance(v, int | float)]
   return min(values), max(values)
@@ -235,7 +206,7 @@ def _reward_panel(axes, pairs, points, last, limits, *, large):
   _trend(axes, pairs, 1.9 if large else 1.2)
   # Side by side, since the two results of a step are often nearly equal.
   shift = last * (0.007 if large else 0.02)
-  sides = [(report.GREEDY, shift, 'white'), (report.SAMPLED, -shift, HELD_OUT)]
+  sides = [(GREEDY, shift, 'white'), (SAMPLED, -shift, HELD_OUT)]
   for kind, offset, face in sides:
     found = [e for _, e in points[kind]]
     axes.errorbar(
@@ -286,7 +257,7 @@ def _domain_panel(axes, name, rows, results, last, limits, columns):
       _short(name.replace('_', ' '), room), fontsize=8.5,
       pad=15 if narrow else 5,
   )
-  found = points[report.SAMPLED]
+  found = points[SAMPLED]
   if len(found) > 1:
     change = f'{found[0][1]["mean"]:.2f} → {found[-1][1]["mean"]:.2f}'
     axes.annotate(

@@ -6,6 +6,7 @@ with 95 % intervals, sampled at temperature 1 and greedy. `eval/<step>.json` in
 the workdir is one, with its `step`.
 """
 
+import io
 import json
 import os
 from collections.abc import Mapping
@@ -13,9 +14,9 @@ from typing import Any
 
 from etils import epath
 
-from rlpost.evaluation import statistics
+from rlpost.evaluation import curves, statistics
 
-SAMPLED, GREEDY = 'heldout', 'heldout_greedy'
+SAMPLED, GREEDY = curves.SAMPLED, curves.GREEDY
 _DOMAIN_KEYS = ('mean', 'low', 'high', 'n', 'invalid', 'infra')
 _MEAN_KEYS = ('mean', 'low', 'high')
 
@@ -52,6 +53,30 @@ def read_results(workdir: os.PathLike | str) -> dict[int, dict[str, Any]]:
     if path.stem.isdigit():
       found[int(path.stem)] = json.loads(path.read_text())
   return dict(sorted(found.items()))
+
+
+def curves_png(workdir: os.PathLike | str) -> epath.Path:
+  """Draws `curves.png` from `metrics.jsonl` and `eval/*.json`.
+
+  Returns:
+    Its path in the workdir. A run without steps or results gets empty axes.
+  """
+  import matplotlib
+  from matplotlib.backends import backend_agg
+
+  workdir = epath.Path(workdir)
+  rows = read_rows(workdir / 'metrics.jsonl')
+  results = read_results(workdir)
+  with matplotlib.rc_context(curves.STYLE):
+    figure = curves.draw(rows, results, title=workdir.absolute().name)
+    backend_agg.FigureCanvasAgg(figure)
+    image = io.BytesIO()
+    figure.savefig(image, format='png', dpi=160)
+  path = workdir / 'curves.png'
+  temporary = path.with_name(path.name + '.tmp')
+  temporary.write_bytes(image.getvalue())
+  temporary.replace(path)
+  return path
 
 
 def _interval(e: Mapping | None) -> str:

@@ -188,48 +188,92 @@ def _logits(params, hidden_BD):
   return sharding.constrain(out, ('vocab', 'batch'))
 
 
-def run(config, params, slots, start, stop_V, root, live_min):
-  """Starts the fresh rows, then decodes until few rows are live.
+def run(config, params, slots, start, stop_V, root, pause):
+  """Starts the fresh rows, then decodes until there is room for more.
 
   Args:
     start: `Start`; its temperature and so on hold for running rows too.
     stop_V: bool, tokens that end an answer; the token is kept.
     root: PRNG key of this step.
-    live_min: int32; returns when no more rows than this are live.
+    pause: int32 [2]; returns when no more rows than the first, or no more
+      prompt slots than the second, are live.
 
   Returns:
     Slots.
   """
-  B = slots.token.shape[0]
-  Q = slots.hidden.shape[0]
-  W = slots.tokens.shape[1]
-  rows = jnp.arange(B)
+  R = slots.token.shape[0] // slots.hidden.shape[0]
   draw = _sampler(root, start)
 
-  def record(slots, drawn, active):
-    token, logp = drawn
-    at = jnp.where(active, slots.count, W)  # out of range: dropped
-    count = slots.count + active
-    over = stop_V[token] | (count >= start.budget)
-    return slots._replace(
-        token=jnp.where(active, token, slots.token), count=count,
-        live=jnp.where(active, ~over, slots.live),
-        tokens=slots.tokens.at[rows, at].set(token, mode='drop'),
-        logp=slots.logp.at[rows, at].set(logp, mode='drop'),
-    )
+  def record(slots, hidden, active):
+    logits = _logits(params, hidden)
+    if logits.shape[1] < active.shape[0]:
+      logits = jnp.repeat(logits, R, axis=1)
+    return _record(slots, draw(logits, slots.count), active, start, stop_V)
 
-  zero = jnp.where(start.fresh, 0, slots.count)
-  slots = slots._replace(count=zero, live=slots.live & ~start.fresh)
-  first = jnp.repeat(_logits(params, slots.hidden), B // Q, axis=1)
-  slots = record(slots, draw(first, zero), start.fresh)
+  slots = slots._replace(
+      count=jnp.where(start.fresh, 0, slots.count),
+      live=slots.live & ~start.fresh,
+  )
+  # A prompt's first token comes from its prefill.
+  slots = record(slots, slots.hidden, start.fresh)
+  prompts = _prompts(slots)
 
-  seen_prefix = _filled(slots.prefix)
-  seen_QT = jnp.concatenate([seen_prefix, _filled(slots.prompt)], 1)
-  length_B = jnp.repeat(slots.prefix.length + slots.prompt.length, B // Q)
+  def step(slots):
+    slots, hidden = _advance(config, params, slots, prompts)
+    return record(slots, hidden, slots.live)
+
+  def busy(slots):
+    by_prompt = slots.live.reshape(-1, R).any(1)
+    return (slots.live.sum() > pause[0]) & (by_prompt.sum() > pause[1])
+
+  return jax.lax.while_loop(busy, step, slots)
+
+
+def _record(slots, drawn, active, start, stop_V) -> Slots:
+  """Notes a new token of the active rows, and ends those that are done."""
+  token, logp = drawn
+  B, W = slots.tokens.shape
+  rows = jnp.arange(B)
+  at = jnp.where(active, slots.count, W)  # out of range: dropped
+  count = slots.count + active
+  over = stop_V[token] | (count >= start.budget)
+  return slots._replace(
+      token=jnp.where(active, token, slots.token), count=count,
+      live=jnp.where(active, ~over, slots.live),
+      tokens=slots.tokens.at[rows, at].set(token, mode='drop'),
+      logp=slots.logp.at[rows, at].set(logp, mode='drop'),
+  )
+
+
+def _prompts(slots) -> list:
+  """Per layer (keys, values) [Q, J, T0 + T, P]: prefix, then prompt."""
+
+  def joined(a, b):
+    return jnp.concatenate([a, b], 2) if a.shape[2] else b
+
+  return [
+      (joined(a, b), joined(c, d))
+      for a, b, c, d in zip(slots.prefix.keys, slots.prompt.keys,
+                            slots.prefix.values, slots.prompt.values,
+                            strict=True)
+  ]
+
+
+def _advance(config, params, slots, prompts):
+  """Feeds each row's last token; returns (slots, final hidden [B, D])."""
+  B, W = slots.tokens.shape
+  R = B // slots.hidden.shape[0]
+  seen_QT = jnp.concatenate(
+      [_filled(slots.prefix), _filled(slots.prompt)], 1
+  )
+  age = (slots.column - jnp.arange(W)) % W
+  seen_BW = age[None] < slots.count[:, None]
+  before = jnp.repeat(slots.prefix.length + slots.prompt.length, R)
+  position = (before + slots.count - 1)[:, None]
+  cos, sin = transformer.rope(config, position)
 
   @jax.jit
-  def one(w, x, cos, sin, caches, column, seen_BW):
-    prompt, own = caches
+  def one(w, x, cos, sin, prompt, own, column, seen_QT, seen_BW):
 
     def attend(q, k, v):
       new = tuple(
@@ -243,41 +287,19 @@ def run(config, params, slots, start, stop_V, root, live_min):
 
     return transformer.block(config, w)(x, (cos, sin), attend)
 
-  prompts = [
-      tuple(
-          jnp.concatenate([a, b], 2) if a.shape[2] else b
-          for a, b in ((slots.prefix.keys[i], slots.prompt.keys[i]),
-                       (slots.prefix.values[i], slots.prompt.values[i]))
-      )
-      for i in range(config.num_layers)
-  ]
-
-  def step(slots):
-    age = (slots.column - jnp.arange(W)) % W
-    seen_BW = age[None] < slots.count[:, None]
-    position = (length_B + slots.count - 1)[:, None]
-    cos, sin = transformer.rope(config, position)
-    x = transformer.embed(params, slots.token[:, None], slots.hidden.dtype)
-    keys, values = [], []
-    for i in range(config.num_layers):
-      own = slots.keys[i], slots.values[i]
-      x, (k, v) = one(
-          transformer.layer(params, i), x, cos, sin, (prompts[i], own),
-          slots.column, seen_BW,
-      )
-      keys.append(k)
-      values.append(v)
-    hidden = transformer.norm(config, params, x[:, 0])
-    drawn = draw(_logits(params, hidden), slots.count)
-    slots = slots._replace(
-        keys=tuple(keys), values=tuple(values),
-        column=(slots.column + 1) % W,
+  x = transformer.embed(params, slots.token[:, None], slots.hidden.dtype)
+  keys, values = [], []
+  for i in range(config.num_layers):
+    x, (k, v) = one(
+        transformer.layer(params, i), x, cos, sin, prompts[i],
+        (slots.keys[i], slots.values[i]), slots.column, seen_QT, seen_BW,
     )
-    return record(slots, drawn, slots.live)
-
-  return jax.lax.while_loop(
-      lambda slots: slots.live.sum() > live_min, step, slots
+    keys.append(k)
+    values.append(v)
+  slots = slots._replace(
+      keys=tuple(keys), values=tuple(values), column=(slots.column + 1) % W
   )
+  return slots, transformer.norm(config, params, x[:, 0])
 
 
 def _filled(cache):

@@ -29,7 +29,8 @@ class EngineConfig:
     width: W, most tokens sampled per row.
     prefixes: Z, shared prefixes held at one time.
     admit: prompts in one prefill; free slots are refilled in such batches.
-    refill: with work waiting, decoding pauses when this many rows are idle.
+    refill: with samples of admitted prompts left, decoding pauses when this
+      many rows are idle.
   """
 
   prompts: int
@@ -60,7 +61,7 @@ class Programs(NamedTuple):
 
   `shared(params, tokens_ZT, length_Z) -> Cache`;
   `admit(params, slots, cache, which, tokens, length, slot) -> slots`;
-  `run(params, slots, start, stop, root, live_min) -> slots`;
+  `run(params, slots, start, stop, root, pause) -> slots`;
   `empty() -> slots`.
   """
 
@@ -193,7 +194,7 @@ class _Session:
     )
 
   def run(self) -> Iterator[list[Completion]]:
-    engine, config = self._engine, self._engine.config
+    engine = self._engine
     # Leftovers of another session could only cost rounding: start clean.
     engine._slots = engine._programs.empty()
     while True:
@@ -202,14 +203,25 @@ class _Session:
       live = sum(row is not None for row in self._rows)
       if not live:
         return
-      more = self._waiting or any(self._left)
-      pause = max(live - max(config.refill, 1), 0) if more else 0
+      # Copies: the program may read its arguments after the call returns.
+      start = jax.tree.map(np.copy, self._start)
       engine._slots = engine._programs.run(
-          self._params, engine._slots, self._start, engine._stop_V,
-          self._root, np.int32(pause),
+          self._params, engine._slots, start, engine._stop_V, self._root,
+          self._pause(live),
       )
       self._start.fresh[:] = False
       yield self._collect()
+
+  def _pause(self, live: int) -> np.ndarray:
+    """When decoding returns so that idle rows can be refilled."""
+    config = self._engine.config
+    rows = busy = 0
+    if any(self._left):
+      rows = max(live - max(config.refill, 1), 0)
+    elif self._waiting:
+      free = min(config.admit or config.prompts, len(self._waiting))
+      busy = config.prompts - free
+    return np.array([rows, busy], np.int32)
 
   def _admit(self):
     """Prefills waiting prompts into free slots, a batch at a time."""
@@ -298,10 +310,8 @@ def functions(config: EngineConfig, model, dtype=jnp.float32) -> dict[str, Any]:
         model, params, slots, cache, which, tokens, length, slot
     )
 
-  def run(params, slots, start, stop, root, live_min):
-    return decode.run(
-        model, params, slots, start, stop, root, live_min
-    )
+  def run(params, slots, start, stop, root, pause):
+    return decode.run(model, params, slots, start, stop, root, pause)
 
   def empty():
     return decode.empty(

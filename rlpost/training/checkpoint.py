@@ -12,6 +12,7 @@ evidence of a checkpoint, and space is looked for before it is needed.
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -151,7 +152,7 @@ class Checkpoints:
       step: above every saved step.
       items: name -> pytree of arrays, or a JSON value. `timing` is kept out of
         the digest.
-      metrics: for the choice of the best step.
+      metrics: for the choice of the best step; only finite ones count.
       wait: return when it is on disk.
 
     Raises:
@@ -168,7 +169,9 @@ class Checkpoints:
           f'rollback call delete_after({step - 1}) first.'
       )
     leaves = {k: digests.leaves_of(k, v) for k, v in items.items()}
-    body = {'step': step, 'metrics': dict(metrics or {})}
+    known = {k: v for k, v in (metrics or {}).items() if v is not None}
+    finite = {k: float(v) for k, v in known.items() if math.isfinite(v)}
+    body = {'step': step, 'metrics': finite}
     manifest = digests.seal(body, leaves)
     args = {_DIGEST: ocp.args.JsonSave(manifest)}
     needed = len(json.dumps(manifest)) + _SPARE_BYTES
@@ -183,7 +186,7 @@ class Checkpoints:
         args[name] = ocp.args.JsonSave(json.loads(text))
         needed += len(text)
     self._check_space(step, needed)
-    self._metrics[step] = _score(body, self._best_metric)
+    self._metrics[step] = body['metrics'].get(self._best_metric)
     self._pending = (step, needed)
     with self._failures_named():
       saved = self._manager.save(step, args=ocp.args.Composite(**args))
@@ -410,13 +413,8 @@ class Checkpoints:
         body = self.describe(step)
       except errors.DamagedStateError:
         return None
-      self._metrics[step] = _score(body, self._best_metric)
+      self._metrics[step] = body['metrics'].get(self._best_metric)
     return self._metrics[step]
-
-
-def _score(body, name) -> float | None:
-  value = body['metrics'].get(name)
-  return None if value is None else float(value)
 
 
 def _mb(count) -> str:

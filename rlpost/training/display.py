@@ -247,7 +247,7 @@ class Display:
     grid.add_column(f'last {TREND} steps', width=TREND)
     domains = self._row.get('domains', {})
     extra = [
-        key for key in ('share', 'p')
+        key for key in ('share', 'belief')
         if any(key in v for v in domains.values())
     ]
     for key in extra:

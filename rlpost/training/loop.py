@@ -116,7 +116,8 @@ class Loop:
     """Learns from groups; returns the step's metrics."""
     run = self.run
     chosen = credit.assign(
-        groups, run.recipe, run.scale, wanted=run.rollout.prompts,
+        groups, run.recipe, run.scale,
+        wanted=run.train.groups or run.rollout.prompts,
         max_tokens=run.rollout.max_new,
         penalty=self._kl_penalty(groups),
     )

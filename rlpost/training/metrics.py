@@ -8,16 +8,17 @@ uninterrupted one. TensorBoard files are written where `tensorboardX` is
 installed.
 """
 
+import contextlib
 import json
 import math
 import os
+import pathlib
 import resource
 import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
-import psutil
 from etils import epath
 
 from rlpost import types
@@ -197,17 +198,33 @@ class CpuClock:
     ended = os.times()
     total = self._base_s + time.process_time()
     total += ended.children_user + ended.children_system
-    for child in psutil.Process().children(recursive=True):
-      try:
-        total += sum(child.cpu_times()[:4])
-      except psutil.Error:  # It ended meanwhile, and counts as such next time.
-        continue
-    return total
+    return total + sum(map(_living_s, _children(os.getpid())))
+
+
+def _children(pid: int) -> list[int]:
+  """Living children of a process; none where the system does not say."""
+  found = []
+  for path in pathlib.Path(f'/proc/{pid}/task').glob('*/children'):
+    with contextlib.suppress(OSError):  # The thread ended meanwhile.
+      found += [int(x) for x in path.read_text().split()]
+  return found
+
+
+def _living_s(pid: int) -> float:
+  """CPU seconds of a process, its ended and its living children."""
+  try:
+    stat = pathlib.Path(f'/proc/{pid}/stat').read_text()
+  except OSError:  # It ended meanwhile, and counts as such next time.
+    return 0.0
+  # After the name, which may hold anything: utime, stime, cutime, cstime.
+  ticks = stat.rpartition(')')[2].split()[11:15]
+  own = sum(map(int, ticks)) / os.sysconf('SC_CLK_TCK')
+  return own + sum(map(_living_s, _children(pid)))
 
 
 def peak_rss_bytes() -> int:
   """The largest resident memory of this process so far."""
-  status = epath.Path('/proc/self/status')
+  status = pathlib.Path('/proc/self/status')
   if status.exists():
     # `ru_maxrss` of a child starts with the size of the parent it came from.
     for line in status.read_text().splitlines():

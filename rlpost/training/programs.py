@@ -191,7 +191,7 @@ def _add_decoding(add, kind, config: engines.EngineConfig, step, params):
   add(f'{kind}/admit', functions['admit'], params, slots, cache, ints(A),
       ints(A, config.prompt_len), ints(A), ints(A), donate=(1,))
   add(f'{kind}/run', functions['run'], params, slots, start,
-      bools(step.model.vocab_size), key, ints(), donate=(1,))
+      bools(step.model.vocab_size), key, ints(2), donate=(1,))
 
 
 def decoding(known: Mapping[str, Program], kind: str) -> engines.Programs:

@@ -75,10 +75,13 @@ class Train:
 
   Attributes:
     rows: rows (groups, or packed documents) of a micro-batch.
+    groups: most groups of an update; 0 for all prompts of a step. Fewer than
+      prompts leaves room for groups that tell nothing apart.
     updates: updates on each step's batch.
   """
 
   rows: int
+  groups: int = 0
   updates: int = 1
   backend: str = 'dense'
   remat: str = 'none'
@@ -197,8 +200,8 @@ class Tasks:
 
 def make_tasks(
     *, names: tuple[str, ...], heldout: int = 64, validation: int = 16,
-    heldout_seed: int = 0, form: str | None = None, shots: Mapping | None = None,
-    trained=(),
+    heldout_seed: int = 0, form: str | None = None, num_shots: int = -1,
+    shots: Mapping | None = None, trained=(),
 ) -> Tasks:
   """Splits the named domains.
 
@@ -207,14 +210,22 @@ def make_tasks(
     heldout, validation: tasks per domain in these pools.
     heldout_seed: draws both pools; independent of the run's seed.
     form: of prompts; each domain's own if None.
+    num_shots: solved examples in a plain prompt; each domain's own if -1.
     shots: the examples of an earlier run, by domain.
     trained: content ids that held-out tasks must avoid.
   """
   if not names:
     raise errors.InputError('config.domains.names is empty; name one domain.')
+
+  def load(name):
+    domain = table.load(name)
+    if num_shots < 0 or domain.form != 'plain':
+      return domain
+    return dataclasses.replace(domain, num_shots=num_shots)
+
   pools = {
       name: domain_lib.pools(
-          table.load(name), heldout_seed=heldout_seed, heldout=heldout,
+          load(name), heldout_seed=heldout_seed, heldout=heldout,
           validation=validation, shots=shots and shots[name],
           trained=trained,
       )
@@ -343,7 +354,7 @@ def build(config, scorer, display, workdir_tasks: Mapping | None = None) -> Run:
       optimizer=states.adamw(
           total_steps=config.steps * train.updates, **config.optimizer
       ),
-      rows=train.rows, micro=-(-rollout.prompts // train.rows),
+      rows=train.rows, micro=-(-(train.groups or rollout.prompts) // train.rows),
       slots=rollout.samples * rollout.max_new,
       length=sum(lengths) + rollout.samples * rollout.max_new,
       rollout=train_engine,

@@ -61,6 +61,26 @@ def test_each_row_is_its_published_objective(name):
         np.sum(weight_of(recipe) * .04 * kl), rel=1e-4)
 
 
+@pytest.mark.parametrize('name,advantage,clips,mode,sampling,overlong', [
+    ('grpo', 'group_normalized', (.2, .2), 'sequence_mean', False, 'keep'),
+    ('dr_grpo', 'group_centered', (.2, .2), 'constant_length', False, 'keep'),
+    ('rloo', 'leave_one_out', (), 'constant_length', False, 'keep'),
+    ('dapo', 'group_normalized', (.2, .28), 'token_mean', True, 'soft'),
+    ('gspo', 'group_normalized', (3e-4, 4e-4), 'sequence_mean', False, 'keep'),
+    ('cispo', 'group_normalized', (1., 4.), 'token_mean', False, 'keep'),
+    ('reinforce_pp', 'reinforce_pp', (.2, .2), 'token_mean', False, 'keep'),
+    ('maxrl', 'maxrl', (.2, .28), 'token_mean', False, 'keep'),
+    ('ppo', 'gae', (.2, .2), 'token_mean', False, 'keep'),
+])
+def test_the_table_as_printed(
+    name, advantage, clips, mode, sampling, overlong):
+  row = recipes.RECIPES[name]
+  assert row.advantage == advantage and row.aggregation == mode
+  assert tuple(row.loss_hparams.values()) == clips
+  assert row.dynamic_sampling == row.drop_uninformative == sampling
+  assert row.overlong == overlong
+
+
 @pytest.mark.parametrize('name', recipes.RECIPES)
 def test_on_policy_each_row_is_weighted_reinforce(name):
   source = SOURCE._replace(behavior=SOURCE.logp)
@@ -91,6 +111,13 @@ def test_the_anchor_self_pins_the_ratio_to_one():
   value, gradient = jax.value_and_grad(total)(layouts.theta(SOURCE))
   np.testing.assert_array_equal(gradient['logp'], -SOURCE.advantage / 8)
   np.testing.assert_allclose(value, -np.sum(SOURCE.advantage) / 8, rtol=1e-5)
+
+
+@pytest.mark.parametrize('anchor', recipes.ANCHORS)
+def test_the_kl_is_weighed_against_the_sampler_whatever_the_anchor(anchor):
+  values, _ = terms_of(complete('grpo', anchor=anchor))['kl']
+  want, _ = terms_of(complete('grpo'))['kl']
+  np.testing.assert_array_equal(values, want)
 
 
 def test_the_anchor_old_takes_the_ratio_to_the_old_policy():

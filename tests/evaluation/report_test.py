@@ -173,7 +173,7 @@ def test_the_picture_of_a_workdir(tmp_path, steps):
     (tmp_path / 'eval' / f'{step}.json').write_text(json.dumps(result))
   assert list(report.read_results(tmp_path)) == list(results)
   assert report.read_rows(tmp_path / 'metrics.jsonl') == rows
-  path = curves.curves_png(tmp_path)
+  path = report.curves_png(tmp_path)
   assert path == type(path)(tmp_path / 'curves.png')
   data = path.read_bytes()
   assert data.startswith(b'\x89PNG') and len(data) > 10_000

@@ -1,5 +1,6 @@
 """Tests of saving and restoring the whole state."""
 
+import gc
 import json
 import os
 import resource
@@ -13,10 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
 
 from rlpost import errors
 from rlpost.training import checkpoint, digest
+
+# A read that fails leaves coroutines behind, which say so when collected.
+pytestmark = pytest.mark.filterwarnings(
+    'ignore::pytest.PytestUnraisableExceptionWarning'
+)
 
 OPTIMIZER = optax.adamw(1e-2)
 
@@ -100,19 +105,19 @@ def test_nothing_was_ever_saved(tmp_path):
 
 def test_latest_and_best_are_kept(tmp_path):
   saved = checkpoint.Checkpoints(tmp_path, keep_latest=2)
-  scores = [0.2, 0.9, 0.4, None, 0.5, None]
+  scores = [0.2, np.float32(0.9), 0.4, None, np.nan, 0.5, None]
   for step, score in enumerate(scores):
     metrics = None if score is None else {'validation': score}
     saved.save(step, {'plan': {'n': step}}, metrics=metrics)
   saved.wait()
-  assert saved.steps() == [1, 4, 5]
+  assert saved.steps() == [1, 5, 6]
   assert saved.best_step() == 1
   # The best is remembered by the next process, and beaten by a better one.
   again = checkpoint.Checkpoints(tmp_path, keep_latest=1)
-  again.save(6, {'plan': {}}, wait=True)
-  assert again.steps() == [1, 6]
-  again.save(7, {'plan': {}}, metrics={'validation': 0.95}, wait=True)
-  assert again.steps() == [7]
+  again.save(7, {'plan': {}}, wait=True)
+  assert again.steps() == [1, 7]
+  again.save(8, {'plan': {}}, metrics={'validation': 0.95}, wait=True)
+  assert again.steps() == [8]
 
 
 def test_a_rollback_deletes_before_it_saves(tmp_path):
@@ -181,7 +186,6 @@ DAMAGES = {
 }
 
 
-@pytest.mark.filterwarnings('ignore::pytest.PytestUnraisableExceptionWarning')
 @pytest.mark.parametrize('damage', DAMAGES)
 def test_a_damaged_file_is_harmless_or_named(tmp_path, damage):
   step_dir = tmp_path / checkpoint.DIRECTORY / '4'
@@ -206,6 +210,7 @@ def test_a_damaged_file_is_harmless_or_named(tmp_path, damage):
   assert named >= {'opt/manifest.ocdbt', 'trainable/manifest.ocdbt'}
   assert named & {'opt/d', 'opt/ocdbt.process_0'}
   assert named & {'trainable/d', 'trainable/ocdbt.process_0'}
+  gc.collect()
 
 
 def test_one_flipped_bit_of_a_weight_is_found(tmp_path):
@@ -276,76 +281,6 @@ def test_reading_only_touches_nothing(tmp_path):
   empty = checkpoint.Checkpoints(tmp_path / 'none', read_only=True)
   assert empty.restore_arrays(None, ['trainable']) is None
   assert not (tmp_path / 'none').exists()
-
-
-def test_another_model_is_not_damage(tmp_path):
-  saved = _saved(tmp_path)
-  before = sorted(tmp_path.rglob('*'))
-  for change in (
-      {'norm/scale': jax.ShapeDtypeStruct((8,), jnp.float32)},
-      {'norm/scale': jax.ShapeDtypeStruct((7,), jnp.bfloat16)},
-      {'head/kernel': jax.ShapeDtypeStruct((7,), jnp.float32)},
-  ):
-    targets = _targets()
-    targets['trainable'] = targets['trainable'] | change
-    with pytest.raises(errors.InputError, match=next(iter(change))):
-      saved.restore(targets)
-  with pytest.raises(errors.InputError, match='plan'):
-    saved.restore({'plan': jax.eval_shape(_params)})
-  assert not saved.damaged
-  assert sorted(tmp_path.rglob('*')) == before
-
-
-# Other meshes.
-
-
-@pytest.mark.parametrize('active', [False, True])
-def test_eight_devices_to_four_and_back(tmp_path, active):
-  def mesh(shape):
-    return jax.make_mesh(
-        shape, ('data', 'fsdp'), devices=jax.devices()[: np.prod(shape)],
-        axis_types=(jax.sharding.AxisType.Auto,) * 2,
-    )
-
-  def placed(mesh, spec, tree):
-    """Shardings on matrices only: the rest is to be filled in."""
-
-    def place(x):
-      if x.ndim != 2:
-        return jax.ShapeDtypeStruct(x.shape, x.dtype)
-      sharding = NamedSharding(mesh, PartitionSpec(*spec))
-      return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
-    return jax.tree.map(place, jax.eval_shape(lambda: tree))
-
-  items = _items(3)
-  sha = _sha(items)
-  layouts = [(mesh((2, 4)), ('fsdp', None)), (mesh((2, 2)), ('data', 'fsdp')),
-             (mesh((4, 2)), (None, 'fsdp'))]
-  first = layouts[0][0]
-  state = {k: items[k] for k in ('trainable', 'opt')}
-  state = jax.tree.map(
-      lambda x, s: jax.device_put(
-          x, s.sharding or NamedSharding(first, PartitionSpec())
-      ),
-      state, placed(*layouts[0], state),
-  )
-  for step, (onto, spec) in enumerate(layouts[1:] + layouts[:1]):
-    saved = checkpoint.Checkpoints(tmp_path)
-    saved.save(step, items | state, wait=True)
-    targets = _targets() | placed(onto, spec, state)
-    if active:
-      with jax.set_mesh(onto):
-        found = checkpoint.Checkpoints(tmp_path).restore(targets)[1]
-    else:
-      found = checkpoint.Checkpoints(tmp_path).restore(targets)[1]
-    assert _sha(found) == sha
-    state = {k: found[k] for k in ('trainable', 'opt')}
-    assert {x.sharding.mesh for x in jax.tree.leaves(state)} == {onto}
-    qkv = found['opt'][0].mu['layers/0/attn/qkv']
-    assert qkv.sharding.spec == PartitionSpec(*spec)
-    # Scalars without a sharding would make this fail: incompatible devices.
-    jax.block_until_ready(jax.jit(_update)(*state.values()))
 
 
 # A full disk.
