@@ -29,14 +29,14 @@ def main(config, workdir):
       workers.WorkerPool(WORKERS) as pool,
   ):
     from rlpost import sharding
-    from rlpost.training import compilation, loop, setup
+    from rlpost.training import compilation, loop, outcome, setup
 
     for name, (target, given) in setup.SECTIONS.items():
       launching.check_section(config[name], target, name, given=given)
     compilation.use_cache()
     launching.settle_config(config, workdir)
-    if loop.finished(workdir, config.steps):
-      loop.show(workdir, display)
+    if outcome.finished(workdir, config.steps):
+      outcome.show(workdir, display)
       return
     display.note(f'workdir: {os.path.abspath(workdir)}')
     scorer = scoring.Scorer(pool)

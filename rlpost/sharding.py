@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
 from rlpost import errors
 
 MESH_AXES = ('data', 'fsdp', 'tensor', 'context')
@@ -59,10 +60,12 @@ def spec(axes) -> PartitionSpec:
 
 
 def named(mesh, axes) -> NamedSharding:
+  """The sharding of an array with these logical axes."""
   return NamedSharding(mesh, spec(axes))
 
 
 def replicated(mesh) -> NamedSharding:
+  """A whole copy on every device."""
   return NamedSharding(mesh, PartitionSpec())
 
 
@@ -108,5 +111,6 @@ def constrain(x, axes):
 
 @contextlib.contextmanager
 def use(mesh):
+  """Makes the mesh the one that programs are traced for."""
   with jax.set_mesh(mesh):
     yield mesh

@@ -14,7 +14,8 @@ import functools
 import hashlib
 import json
 import re
-from typing import Any, Mapping, NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -50,7 +51,8 @@ class Message:
     return ''.join(p.text for p in self.parts if p.kind == 'text')
 
   def to_json(self) -> dict:
-    return {'role': self.role, 'parts': [dataclasses.asdict(p) for p in self.parts]}
+    parts = [dataclasses.asdict(p) for p in self.parts]
+    return {'role': self.role, 'parts': parts}
 
   @classmethod
   def from_json(cls, data: Mapping) -> 'Message':

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 from flax import nnx
+
 from rlpost import sharding
 from rlpost.models.config import ModelConfig
 from rlpost.ops import rope as rope_ops
@@ -66,7 +67,7 @@ class Attention(nnx.Module):
     )
 
   def __call__(self, x_BTD, rope, attend):
-    """`attend(q_BTHP, k_BTJP, v_BTJP) -> (o_BTHP, extra)`; extra is returned."""
+    """`attend(q_BTHP, k_BTJP, v_BTJP)` gives (o_BTHP, extra)."""
     H, J, P = self.heads
     B, T, _ = x_BTD.shape
     qkv = linear(x_BTD, self.qkv[...]).reshape(B, T, H + 2 * J, P)

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+
 from rlpost import errors, sharding
 from rlpost.models.config import ModelConfig
 from rlpost.models.layers import Block, RMSNorm, Table
@@ -61,6 +62,7 @@ def _flat(state) -> dict:
 
 
 def spec(config: ModelConfig, stacked=False) -> Spec:
+  """Shapes and logical axes of the parameters, in either layout."""
   abstract = nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0)))
   flat = _flat(nnx.state(abstract))
   shapes = {
@@ -89,6 +91,7 @@ def _init(config, key):
 
 
 def is_stacked(params: Params) -> bool:
+  """Whether layers have a leading axis instead of leaves of their own."""
   return 'layers/attn/qkv' in params
 
 
@@ -172,6 +175,7 @@ def rope(config: ModelConfig, position_BT):
 
 
 def embed(params: Params, tokens_BT, dtype):
+  """Token embeddings [B, T, D]."""
   return params['embed/table'].astype(dtype)[tokens_BT]
 
 

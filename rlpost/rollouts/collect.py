@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+
 from rlpost import errors, types
 from rlpost.data import chat
 from rlpost.environments.environment import Action

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+
 from rlpost import sharding
 from rlpost.models import transformer
 from rlpost.ops import logprobs, sampling

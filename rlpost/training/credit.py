@@ -4,12 +4,13 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
+
 from rlpost import types
 from rlpost.algorithms import (
-    advantages,
-    dynamic_sampling,
-    overlong,
-    recipes,
+  advantages,
+  dynamic_sampling,
+  overlong,
+  recipes,
 )
 from rlpost.data import packing
 from rlpost.rewards.normalize import RewardScale
@@ -41,6 +42,7 @@ def rewards(groups: Sequence[types.Group]):
       [t.verdict.value if t.verdict.valid else 0.0 for _, t in members],
       np.float64,
   )
+  usable, _ = advantages.usable(reward, usable)
   return reward, np.array([g for g, _ in members], int), usable
 
 

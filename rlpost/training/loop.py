@@ -5,24 +5,24 @@ command goes on after any interruption as if there had been none.
 """
 
 import dataclasses
-import json
 from typing import Any
 
 import jax
 import numpy as np
 from etils import epath
+
 from rlpost import errors, types
 from rlpost.algorithms import dynamic_sampling
 from rlpost.data import packing
 from rlpost.evaluation import evaluator, report
 from rlpost.rollouts.collect import Episode
-from rlpost.training import credit, metrics, setup
+from rlpost.training import credit, metrics, outcome, setup
 from rlpost.training import programs as program_lib
 from rlpost.training.checkpoint import Checkpoints
 from rlpost.training.state import TrainState
 
 # One purpose each; folded into the root key.
-ROLLOUT, HELDOUT, VALIDATION = range(3)
+ROLLOUT, VALIDATION = 0, 2
 
 
 @dataclasses.dataclass
@@ -85,7 +85,7 @@ class Loop:
       row = self.update(groups)
       self.progress.step += 1
       row = writer.write(self.progress.step, row)
-      writer.write_samples(self.progress.step, _shown(groups))
+      writer.write_samples(self.progress.step, outcome.shown(groups))
       self.display.step(row)
       if self.progress.step % run.checkpoint.every == 0:
         self.save()
@@ -133,7 +133,7 @@ class Loop:
       count = np.int32(-(-len(chosen.groups) // run.train.rows))
       with self.display.phase('learning', quiet=True):
         learned = self._learn(batch, count, np.float32(chosen.weight))
-    return _row(groups, chosen, learned, run)
+    return outcome.step_row(groups, chosen, learned, run)
 
   # Parts of a step.
 
@@ -246,12 +246,12 @@ class Loop:
     path = self.workdir / 'eval' / f'{step}.json'
     if path.exists():
       return
-    out = heldout(
+    out = outcome.heldout(
         self.run, self.run.tasks.heldout, self.progress.updates,
         self.display, f'held-out tasks {when} training', self._note_reward,
     )
     path.parent.mkdir(parents=True, exist_ok=True)
-    _write_json(path, {'step': step, **out})
+    outcome.write_json(path, {'step': step, **out})
 
   def _validation(self) -> dict[str, float]:
     """Mean over domains on the pool that chooses the best step."""
@@ -390,86 +390,5 @@ class Loop:
         nondeterministic_events=self._events(),
     )
     report.curves_png(self.workdir)
-    show(self.workdir, self.display)
+    outcome.show(self.workdir, self.display)
     return summary
-
-
-def heldout(run, tasks, version, display, title, note=lambda *_: None) -> dict:
-  """Evaluates tasks {domain: tasks}; a result as `report` reads it."""
-  settings = run.evaluation
-
-  def progress(scored, wanted, mean):
-    note()
-    display.note(f'{title}: {scored} of {wanted} answers, reward {mean:.3f}')
-
-  with display.phase(title):
-    result = evaluator.evaluate(
-        run.evaluations, run.params, version, tasks, run.tasks.environments,
-        samples=settings.samples, temperature=settings.temperature,
-        root=jax.random.fold_in(jax.random.key(run.config.seed), HELDOUT),
-        progress=progress,
-    )
-  return evaluator.to_json(result)
-
-
-def finished(workdir, steps: int) -> bool:
-  """Whether the workdir holds a run of so many steps, to its end."""
-  path = epath.Path(workdir) / 'summary.json'
-  return path.exists() and json.loads(path.read_text())['steps'] >= steps
-
-
-def show(workdir, display) -> None:
-  """Prints the table of a finished run."""
-  results = report.read_results(workdir)
-  display.note(report.heldout_table(results[min(results)],
-                                    results[max(results)]))
-  display.note(f'curves: {epath.Path(workdir) / "curves.png"}')
-
-
-def _write_json(path: epath.Path, value) -> None:
-  part = path.with_name(path.name + '.tmp')
-  part.write_text(json.dumps(value, indent=1, sort_keys=True) + '\n')
-  part.replace(path)
-
-
-def _shown(groups):
-  """One transcript per domain."""
-  first = {}
-  for group in groups:
-    first.setdefault(group.task.domain, group.trajectories[0])
-  return list(first.values())
-
-
-def _row(groups, chosen: credit.Credit, learned, run) -> dict[str, Any]:
-  """What `metrics.jsonl` says of a step."""
-  domains = {}
-  shares, scales = run.plan.shares(), run.scale.report()
-  beliefs = run.curriculum.report()['domains']
-  kept = {g.id for g in chosen.groups}
-  for name in sorted(run.tasks.pools):
-    own = [g for g in groups if g.task.domain == name]
-    verdicts = [t.verdict for g in own for t in g.trajectories]
-    values = [v.value for v in verdicts if v.valid]
-    domains[name] = {
-        'reward': float(np.mean(values)) if values else None,
-        'groups': len(own), 'trained_groups': sum(g.id in kept for g in own),
-        'invalid': sum(v.status == 'invalid' for v in verdicts),
-        'infra': sum(v.status == 'infra' for v in verdicts),
-        'share': shares[name], 'belief': beliefs[name]['p'],
-        'scale': scales[name]['scale'] if name in scales else 1.0,
-    }
-  trajectories = [t for g in groups for t in g.trajectories]
-  values = [t.verdict.value for t in trajectories if t.verdict.valid]
-  status = packing.status_counts(groups)
-  zero = {'entropy': None, 'logp_gap_max': 0.0}
-  learned = {
-      k: float(v) for k, v in (zero | learned).items()
-      if k not in ('finite', 'sound_MB') and v is not None
-  }
-  return {
-      'reward': float(np.mean(values)) if values else None,
-      'entropy': None, 'tokens': sum(int(t.sampled.sum()) for t in trajectories),
-      'domains': domains, 'trained_groups': len(chosen.groups),
-      'drawn_groups': len(groups), 'weight': chosen.weight, **status,
-      **learned,
-  }

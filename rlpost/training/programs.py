@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+
 from rlpost import sharding
 from rlpost.data import packing
 from rlpost.models import transformer

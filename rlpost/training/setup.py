@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
+
 from rlpost import errors, sharding
 from rlpost.algorithms import recipes
 from rlpost.data import plan as plans
@@ -293,14 +294,45 @@ def make_recipe(*, name: str, **overrides) -> recipes.Recipe:
   return recipes.recipe(name, **overrides)
 
 
-def engine_config(
-    *, prompts: int, rows: int, lengths, width: int, prefixes: int,
-    admit: int = 0, refill: int = 0,
-) -> engines.EngineConfig:
-  return engines.EngineConfig(
-      prompts=prompts, rows=rows, prefix_len=lengths[0],
-      prompt_len=lengths[1], width=width, prefixes=prefixes, admit=admit,
-      refill=refill,
+def _engine_configs(rollout, evaluation, measured, domains):
+  """Shapes of decoding, for training and for evaluation."""
+  shared = {
+      'prefix_len': rollout.prefix_len or _bucket(measured[0]),
+      'prompt_len': rollout.prompt_len or _bucket(measured[1]),
+      'width': rollout.max_new,
+      'prefixes': min(domains, rollout.prefixes),
+  }
+  train = engines.EngineConfig(
+      prompts=rollout.slots or rollout.prompts,
+      rows=rollout.rows or rollout.samples, admit=rollout.admit,
+      refill=rollout.refill, **shared,
+  )
+  return train, engines.EngineConfig(
+      prompts=evaluation.slots, rows=evaluation.samples + 1,
+      admit=evaluation.admit, refill=evaluation.refill, **shared,
+  )
+
+
+def _shapes(config, model, recipe, rollout, train, decoding):
+  """What decides the run's programs."""
+  prompt = decoding[0].prefix_len + decoding[0].prompt_len
+  slots = rollout.samples * rollout.max_new
+  step = steps.StepConfig(
+      model=model.config, recipe=recipe,
+      layout=SharedPrefix(prompt, rollout.samples, rollout.max_new),
+      backend=train.backend, remat=train.remat, chunk=train.chunk,
+      clip_norm=train.clip_norm, dtype=model.dtype,
+  )
+  optimizer = states.adamw(
+      total_steps=config.steps * train.updates, **config.optimizer
+  )
+  return program_lib.Shapes(
+      step=step, stacked=model.stacked, trainable=model.trainable,
+      optimizer=optimizer, rows=train.rows,
+      micro=-(-(train.groups or rollout.prompts) // train.rows),
+      slots=slots, length=prompt + slots, rollout=decoding[0],
+      evaluation=None if decoding[1] == decoding[0] else decoding[1],
+      scored=recipe.kl != 'none' or recipe.anchor == 'old',
   )
 
 
@@ -327,40 +359,8 @@ def build(config, scorer, display, workdir_tasks: Mapping | None = None) -> Run:
   evaluation = Evaluation(**config.evaluation)
   recipes.check_group_size(recipe, rollout.samples)
   measured = _lengths(tasks, model.tokenizer, names)
-  lengths = (
-      rollout.prefix_len or _bucket(measured[0]),
-      rollout.prompt_len or _bucket(measured[1]),
-  )
-  train_engine = engine_config(
-      prompts=rollout.slots or rollout.prompts,
-      rows=rollout.rows or rollout.samples, lengths=lengths,
-      width=rollout.max_new, prefixes=min(len(names), rollout.prefixes),
-      admit=rollout.admit, refill=rollout.refill,
-  )
-  eval_engine = engine_config(
-      prompts=evaluation.slots, rows=evaluation.samples + 1, lengths=lengths,
-      width=rollout.max_new, prefixes=min(len(names), rollout.prefixes),
-      admit=evaluation.admit, refill=evaluation.refill,
-  )
-  shapes = program_lib.Shapes(
-      step=steps.StepConfig(
-          model=model.config, recipe=recipe,
-          layout=SharedPrefix(sum(lengths), rollout.samples, rollout.max_new),
-          backend=train.backend, remat=train.remat,
-          chunk=train.chunk, clip_norm=train.clip_norm,
-          dtype=model.dtype,
-      ),
-      stacked=model.stacked, trainable=model.trainable,
-      optimizer=states.adamw(
-          total_steps=config.steps * train.updates, **config.optimizer
-      ),
-      rows=train.rows, micro=-(-(train.groups or rollout.prompts) // train.rows),
-      slots=rollout.samples * rollout.max_new,
-      length=sum(lengths) + rollout.samples * rollout.max_new,
-      rollout=train_engine,
-      evaluation=None if eval_engine == train_engine else eval_engine,
-      scored=recipe.kl != 'none' or recipe.anchor == 'old',
-  )
+  decoding = _engine_configs(rollout, evaluation, measured, len(names))
+  shapes = _shapes(config, model, recipe, rollout, train, decoding)
   programs = program_lib.programs(shapes, mesh, display.phase)
   stop = model.tokenizer.stop_ids(_stops(tasks, names))
 
@@ -370,18 +370,18 @@ def build(config, scorer, display, workdir_tasks: Mapping | None = None) -> Run:
         engines.Engine(engine, decoding, stop), model.tokenizer, scorer
     )
 
-  rollouts = collector('rollout', train_engine)
+  rollouts = collector('rollout', decoding[0])
   evaluations = rollouts
   if shapes.evaluation is not None:
-    evaluations = collector('evaluation', eval_engine)
+    evaluations = collector('evaluation', decoding[1])
   sources = {n: plans.Source(fingerprint=tasks.fingerprint(n)) for n in names}
   return Run(
       config=config, rollout=rollout, train=train, evaluation=evaluation,
-      checkpoint=Checkpoint(**config.checkpoint), mesh=mesh, model=model, tasks=tasks, recipe=recipe,
-      shapes=shapes, programs=programs, rollouts=rollouts,
-      evaluations=evaluations, scorer=scorer,
+      checkpoint=Checkpoint(**config.checkpoint), mesh=mesh, model=model,
+      tasks=tasks, recipe=recipe, shapes=shapes, programs=programs,
+      rollouts=rollouts, evaluations=evaluations, scorer=scorer,
       plan=plans.Plan(sources, prompts=rollout.prompts, seed=config.seed,
-                      floor=config.plan.floor),
+                      **config.plan),
       curriculum=curricula.Curriculum(names, **config.curriculum),
       scale=RewardScale(**config.reward_scale),
   )

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+
 from rlpost import errors
 
 SCHEDULES = ('constant', 'cosine', 'linear')
@@ -84,6 +85,7 @@ def adamw(
 
 
 def create(trainable: Mapping, optimizer) -> TrainState:
+  """The state before the first update."""
   return TrainState(trainable, optimizer.init(trainable), jnp.int32(0))
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+
 from rlpost import sharding, types
 from rlpost.algorithms import aggregation, diagnostics, recipes
 from rlpost.models import transformer
