@@ -11,7 +11,7 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
   config = ml_collections.ConfigDict()
   config.launcher = 'experiments.train'
   config.seed = 0
-  config.steps = 28
+  config.steps = 32
   config.model = {
       'source': 'smollm2',
       'value_head': False,
@@ -22,7 +22,8 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
   config.mesh = {'data': 1, 'fsdp': 1, 'tensor': 1, 'context': 1}
   config.domains = {
       'names': (
-          'copy_words', 'first_letter', 'upper', 'color_of', 'add', 'bigger',
+          'copy_words', 'last_word', 'first_letter', 'capitalize', 'color_of',
+          'add', 'bigger',
       ),
       'heldout': 64,
       'validation': 8,
@@ -40,11 +41,12 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
   }
   config.recipe = {
       'name': 'dapo',
+      'advantage': 'leave_one_out',
       'overlong': 'keep',
       'dynamic_sampling': False,
   }
   config.optimizer = {
-      'learning_rate': 2e-5,
+      'learning_rate': 1.5e-5,
       'warmup_steps': 3,
       'decay': 'constant',
       'b1': 0.9,
@@ -60,13 +62,17 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
       'chunk': 128,
       'clip_norm': 1.0,
   }
+  config.warmup = {
+      'steps': 0, 'rows': 4, 'length': 128, 'slots': 64, 'examples': 512,
+      'learning_rate': 3e-3,
+  }
   config.plan = {'floor': 0.5}
   config.curriculum = {'decay': 0.9, 'explore': 0.2}
   config.reward_scale = {'decay': 0.999, 'floor': 0.1}
   config.evaluation = {
       'slots': 24, 'samples': 3, 'temperature': 1.0, 'admit': 6,
   }
-  config.checkpoint = {'every': 14, 'keep_latest': 1}
+  config.checkpoint = {'every': 16, 'keep_latest': 1}
   if variant == 'smoke':
     _smoke(config)
   elif variant:
@@ -77,7 +83,7 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
 def _smoke(config):
   config.steps = 6
   config.model.source = 'scratch:tiny'
-  config.domains.names = ('tiny_copy', 'tiny_first')
+  config.domains.names = ('tiny_first', 'tiny_sort')
   config.domains.heldout = 8
   config.domains.validation = 4
   config.rollout.prompts = 4
@@ -85,4 +91,6 @@ def _smoke(config):
   config.evaluation.slots = 8
   config.evaluation.admit = 8
   config.train.groups = 4
+  config.warmup.steps = 28
+  config.optimizer.learning_rate = 3e-4
   config.checkpoint.every = 2

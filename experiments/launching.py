@@ -208,6 +208,34 @@ def flatten(config: Mapping, prefix: str = '') -> dict[str, Any]:
   return flat
 
 
+def check_config(
+  config: ml_collections.ConfigDict,
+  sections: Mapping[str, tuple[Callable, Iterable[str]] | None],
+) -> None:
+  """Refuses a config that has more or less than what is read of it.
+
+  Args:
+    config: whole.
+    sections: (target, given) of each section, as `check_section` takes them;
+      None for a key that whoever reads it checks. A section may be left out
+      where its target has a default for everything.
+
+  Raises:
+    InputError: with what is wrong, and what may have been meant.
+  """
+  for name in config:
+    if name not in sections:
+      raise errors.InputError(
+        f'nothing reads config.{name}.{_suggestion(name, sections)}'
+      )
+  for name, checked in sections.items():
+    if checked is not None:
+      target, given = checked
+      check_section(config.get(name, {}), target, name, given=given)
+    elif name not in config:
+      raise errors.InputError(f'the config lacks {name}.')
+
+
 def check_section(
   section: Mapping[str, Any],
   target: Callable,
@@ -255,18 +283,21 @@ def settle_config(
   workdir: str,
   *,
   may_grow: Iterable[str] = ('steps',),
+  may_change: Iterable[str] = ('mesh',),
   write: bool = True,
 ) -> bool:
   """Makes the config the workdir's own, or refuses one that differs from it.
 
   The first run writes `config.json`. A later one must bring an equal config,
-  except that the numbers under the dotted keys in `may_grow` may have grown;
-  then the file is written again.
+  except that the numbers under the dotted keys in `may_grow` may have grown,
+  and the sections in `may_change` (on how many devices the run goes on) may be
+  others; then the file is written again.
 
   Args:
     config: of this run.
     workdir: of this run; may be a bucket.
     may_grow: dotted keys.
+    may_change: sections.
     write: false in the processes that are not the primary one.
 
   Returns:
@@ -275,15 +306,16 @@ def settle_config(
   Raises:
     InputError: with each difference, old -> new.
   """
-  may_grow = tuple(may_grow)
+  may_grow, may_change = tuple(may_grow), tuple(may_change)
   stored = load_config(workdir)
   if stored is not None:
-    lines = differences(stored, config, may_grow)
+    lines = differences(stored, config, may_grow, may_change)
     if lines:
       raise errors.InputError(
         '\n'.join([f'{workdir} holds a run with another config:', *lines])
         + '\nGive the old values, or another --workdir. May grow: '
-        + f'{", ".join(may_grow) or "nothing"}.'
+        + f'{", ".join(may_grow) or "nothing"}; may change: '
+        + f'{", ".join(may_change) or "nothing"}.'
       )
   if write:
     values = json.loads(config.to_json())
@@ -296,6 +328,7 @@ def differences(
   old: ml_collections.ConfigDict,
   new: ml_collections.ConfigDict,
   may_grow: tuple[str, ...] = (),
+  may_change: tuple[str, ...] = (),
 ) -> list[str]:
   """One line `key: old -> new` for each value that differs and may not."""
   old, new = (flatten(_tuples(json.loads(c.to_json()))) for c in (old, new))
@@ -303,8 +336,9 @@ def differences(
   for key in sorted(old.keys() | new.keys()):
     a, b = old.get(key, '(absent)'), new.get(key, '(absent)')
     numbers = all(isinstance(x, int | float) for x in (a, b))
-    grown = key in may_grow and numbers and a <= b
-    if (type(a), a) != (type(b), b) and not grown:
+    free = key in may_grow and numbers and a <= b
+    free |= key.partition('.')[0] in may_change
+    if (type(a), a) != (type(b), b) and not free:
       lines.append(f'  {key}: {a} -> {b}')
   return lines
 

@@ -17,7 +17,24 @@ WORKERS = 2
 
 
 def main(config, workdir):
-  """Starts the workers, then JAX, then the loop."""
+  """Reinforcement learning to the config's last step."""
+  learn(config, workdir, _parts)
+
+
+def _parts():
+  from rlpost.training import loop, setup
+
+  return setup.SECTIONS, setup.build, loop.Loop
+
+
+def learn(config, workdir, parts):
+  """Starts the workers, then JAX, then a loop; shows a finished run.
+
+  Args:
+    config, workdir: of the run.
+    parts: `parts()` gives the sections that a config must have, what builds
+      a run of it, and the loop.
+  """
   from rlpost import workers
   from rlpost.rewards import scoring
   from rlpost.training import display as displays
@@ -29,24 +46,27 @@ def main(config, workdir):
       workers.WorkerPool(WORKERS) as pool,
   ):
     from rlpost import sharding
-    from rlpost.training import compilation, loop, outcome, setup
+    from rlpost.training import compilation, outcome
 
-    for name, (target, given) in setup.SECTIONS.items():
-      launching.check_section(config[name], target, name, given=given)
+    sections, build, loop = parts()
+    launching.check_config(config, sections)
+    launching.settle_config(config, workdir, write=False)
     compilation.use_cache()
-    launching.settle_config(config, workdir)
     if outcome.finished(workdir, config.steps):
       outcome.show(workdir, display)
       return
     display.note(f'workdir: {os.path.abspath(workdir)}')
     scorer = scoring.Scorer(pool)
-    run = setup.build(config, scorer, display)
+    run = build(config, scorer, display)
     with display.phase('checking the checkers', quiet=True):
       for pools in run.tasks.pools.values():
         scoring.canary(scorer, pools.heldout)
+    launching.settle_config(config, workdir)
     with sharding.use(run.mesh):
-      events = lambda: pool.counts['timeouts'] + pool.counts['deaths']  # noqa: E731
-      loop.Loop(run, workdir, display, lambda: bool(asked), events).train()
+      loop(
+          run, workdir, display, stop_asked=lambda: bool(asked),
+          events=lambda: pool.counts['timeouts'] + pool.counts['deaths'],
+      ).train()
 
 
 if __name__ == '__main__':

@@ -5,6 +5,7 @@ of size 1 costs nothing, so the four exist from the start.
 """
 
 import contextlib
+import math
 from collections.abc import Mapping
 
 import jax
@@ -32,11 +33,11 @@ def make_mesh(data=1, fsdp=1, tensor=1, context=1, devices=None):
   devices = jax.devices() if devices is None else devices
   sizes = dict(zip(MESH_AXES, (data, fsdp, tensor, context), strict=True))
   free = [name for name, size in sizes.items() if size == -1]
-  known = 1
-  for size in sizes.values():
-    known *= size if size != -1 else 1
-  if len(free) > 1 or known < 1:
-    raise errors.InputError(f'{sizes} may hold one -1 and no other negative.')
+  known = math.prod(size for size in sizes.values() if size != -1)
+  if len(free) > 1 or min(sizes.values()) < -1 or not known:
+    raise errors.InputError(
+        f'{sizes} may hold one -1 and nothing else below 1.'
+    )
   if free:
     if len(devices) % known:
       raise errors.InputError(

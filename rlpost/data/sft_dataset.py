@@ -11,26 +11,18 @@ in the data set's metadata.
 
 import contextlib
 import hashlib
+import io
 import json
-import sys
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import tensorflow_datasets as tfds
 from etils import epath
 
 from rlpost import errors
+from rlpost.data.example import Example
 
 SPLIT = 'train'
-
-
-class Example(NamedTuple):
-  """What a record holds; `content_id` is that of the task behind it."""
-
-  prompt: str
-  completion: str
-  domain: str
-  content_id: str
 
 
 class SftExamples(tfds.core.GeneratorBasedBuilder):
@@ -102,14 +94,17 @@ def build(
     )
 
   builder = open_builder()
-  if not builder.is_prepared():
+  # Asked about a folder without this file, `is_prepared` warns of it.
+  begun = (builder.data_path / 'dataset_info.json').exists()
+  if not begun or not builder.is_prepared():
     examples = list(examples)
     if not examples:
       raise errors.InputError(
           f'The data set {name!r} would be empty; give it examples.'
       )
     builder = open_builder(examples)
-    with contextlib.redirect_stdout(sys.stderr):  # it prints its progress
+    # It prints of downloads, and there are none.
+    with contextlib.redirect_stdout(io.StringIO()):
       builder.download_and_prepare()
   return builder
 

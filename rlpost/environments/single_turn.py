@@ -37,6 +37,11 @@ class SingleTurn:
     form: 'plain', 'bare' or 'chat'.
     instruction: the system message of the chat form.
     scorer: scores at once; None leaves it to the caller.
+
+  Attributes:
+    form: as given.
+    prefix: text that the prompts of all tasks share.
+    stop: texts that end an answer, beside the model's end token.
   """
 
   def __init__(
@@ -54,7 +59,7 @@ class SingleTurn:
         f'The bare form shows no examples, {len(shots)} shots were given; '
         "use form='plain' or no shots."
       )
-    self._form = form
+    self.form = form
     self._shots = tuple(shots)
     self._instruction = instruction
     self._scorer = scorer
@@ -69,9 +74,9 @@ class SingleTurn:
     """The first state: the prompt in this environment's form."""
     question = _question(task)
     suffix, messages = '', ()
-    if self._form == 'plain':
+    if self.form == 'plain':
       suffix = f' {question}\nAnswer:'
-    elif self._form == 'bare':
+    elif self.form == 'bare':
       suffix = question
     else:
       messages = tuple(m.to_json() for m in self._chat(question))
@@ -83,6 +88,16 @@ class SingleTurn:
       stop=self.stop,
       messages=messages,
     )
+
+  def solution(self, task: types.Task) -> str:
+    """What a policy that knows the answer writes after the prompt.
+
+    It ends with the stop; in chat form the template adds the end token.
+    """
+    gold = task.checker['gold']
+    if self.form == 'chat':
+      return gold
+    return f' {gold}\n' if self.form == 'plain' else f'{gold}\n'
 
   def answer(self, text: str) -> str:
     """The answer in the policy's text: up to the first stop, stripped."""

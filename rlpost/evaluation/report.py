@@ -85,6 +85,31 @@ def _interval(e: Mapping | None) -> str:
   return f'{e["mean"]:.2f} [{e["low"]:.2f}, {e["high"]:.2f}]'
 
 
+def result_rows(result: Mapping) -> list[dict[str, Any]]:
+  """One result as rows of a table: a row per domain, then their mean."""
+  kinds = [(SAMPLED, 'T = 1'), (GREEDY, 'greedy')]
+  kinds = [k for k in kinds if k[0] in result]
+  counts = result[SAMPLED]['domains']
+  sides = {
+      name: (
+          [result[kind]['domains'].get(name) for kind, _ in kinds],
+          {k: own[k] for k in ('n', 'invalid', 'infra')},
+      )
+      for name, own in counts.items()
+  }
+  sides['mean of domains'] = (
+      [result[kind]['mean'] for kind, _ in kinds],
+      {k: sum(own[k] for own in counts.values())
+       for k in ('n', 'invalid', 'infra')},
+  )
+  labels = [label for _, label in kinds]
+  return [
+      {'held-out': name}
+      | dict(zip(labels, map(_interval, found), strict=True)) | own
+      for name, (found, own) in sides.items()
+  ]
+
+
 def heldout_table(before: Mapping, after: Mapping) -> str:
   """Held-out results per domain, before and after, as text.
 

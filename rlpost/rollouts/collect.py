@@ -28,6 +28,18 @@ class Episode(NamedTuple):
   samples: tuple[tuple[int, float], ...]
 
 
+class NonFiniteSamples(errors.NonFiniteError):
+  """Answers of a policy that is broken: `trajectories` are the guilty ones."""
+
+  def __init__(self, trajectories: Sequence[types.Trajectory]):
+    self.trajectories = trajectories
+    domains = sorted({t.task.domain for t in trajectories})
+    super().__init__(
+        f'{len(trajectories)} answers in domain {", ".join(domains)} have '
+        'log-probabilities that are NaN or infinite.'
+    )
+
+
 class Collector:
   """Runs episodes of one turn on an engine.
 
@@ -39,7 +51,6 @@ class Collector:
 
   def __init__(self, engine: Engine, tokenizer, scorer):
     self._engine, self._tokenizer, self._scorer = engine, tokenizer, scorer
-    self._prefixes = {}
 
   def collect(
       self, params, version: int, episodes: Sequence[Episode], root,
@@ -52,20 +63,50 @@ class Collector:
       params, version, root, budget: see `Engine.generate`.
       episodes: with distinct group ids.
       progress: called as `progress(scored, wanted, mean reward so far)`.
+
+    Raises:
+      NonFiniteSamples: a log-probability is NaN or infinite.
     """
-    return asyncio.run(
+    groups = asyncio.run(
         self._collect(params, version, episodes, root, budget, progress)
     )
+    bad = [
+        t for group in groups for t in group.trajectories
+        if not np.isfinite(t.logp).all()
+    ]
+    if bad:
+      raise NonFiniteSamples(bad)
+    return groups
 
   async def _collect(
       self, params, version, episodes, root, budget, progress
   ):
-    by_group = {e.group: e for e in episodes}
-    if len(by_group) != len(episodes):
+    if len({e.group for e in episodes}) != len(episodes):
       raise errors.InputError('Two episodes have the same group id.')
-    states = {
-        e.group: await e.environment.reset(e.task, e.group) for e in episodes
-    }
+    states = {}
+    try:
+      for e in episodes:
+        states[e.group] = await e.environment.reset(e.task, e.group)
+      found = await self._attempt(
+          params, version, episodes, states, root, budget, progress
+      )
+    finally:
+      for e in episodes:
+        if e.group in states:
+          await e.environment.close(states[e.group])
+    return [
+        types.Group(
+            e.group, e.task,
+            tuple(sorted(found[e.group], key=lambda t: t.sample)),
+        )
+        for e in episodes
+    ]
+
+  async def _attempt(
+      self, params, version, episodes, states, root, budget, progress
+  ):
+    """Scored trajectories by group id."""
+    by_group = {e.group: e for e in episodes}
     requests = [self._request(e, states[e.group]) for e in episodes]
     prompts = {r.group: r.prefix + r.suffix for r in requests}
     found = collections.defaultdict(list)
@@ -100,29 +141,21 @@ class Collector:
       pending.append((trajectories, self._scorer.submit(items)))
       settle(1)
     settle(0)
-    for e in episodes:
-      await e.environment.close(states[e.group])
-    return [
-        types.Group(
-            e.group, e.task,
-            tuple(sorted(found[e.group], key=lambda t: t.sample)),
-        )
-        for e in episodes
-    ]
+    return found
 
   def _request(self, episode, state) -> Request:
-    if state.messages:
-      messages = [types.Message.from_json(m) for m in state.messages]
-      tokens = chat.encode_chat(self._tokenizer, messages, True)
-      prefix, suffix = (), tuple(int(i) for i in tokens.ids)
-    else:
-      if state.prefix not in self._prefixes:
-        self._prefixes[state.prefix] = tuple(
-            self._tokenizer.encode(state.prefix)
-        )
-      prefix = self._prefixes[state.prefix]
-      suffix = tuple(self._tokenizer.encode(state.suffix))
-    return Request(episode.group, prefix, suffix, episode.samples)
+    prompt = prompt_tokens(self._tokenizer, state)
+    return Request(episode.group, *prompt, episode.samples)
+
+
+def prompt_tokens(tokenizer, state) -> tuple[tuple[int, ...], tuple[int, ...]]:
+  """Token ids (shared by the tasks of a domain, own) of a state's prompt."""
+  if not state.messages:
+    return tuple(
+        tuple(tokenizer.encode(t)) for t in (state.prefix, state.suffix)
+    )
+  messages = [types.Message.from_json(m) for m in state.messages]
+  return (), tuple(chat.encode_chat(tokenizer, messages, True).ids.tolist())
 
 
 def _trajectory(episode, prompt, done: Completion, version, text):

@@ -136,9 +136,11 @@ class Engine:
 
   def _share(self, params, version, requests) -> dict:
     """Prefills the prefixes of `requests` unless this version has them."""
-    wanted = list(dict.fromkeys(r.prefix for r in requests))
+    # The same rows in the same order, or rounding could depend on what an
+    # earlier call asked for, and a resumed run would differ.
+    wanted = sorted({r.prefix for r in requests})
     if self._cache is not None and self._cache[0] == version:
-      if all(p in self._cache[1] for p in wanted):
+      if list(self._cache[1]) == wanted:
         return self._cache[1]
     self._cache = None
     config = self.config

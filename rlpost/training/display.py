@@ -197,8 +197,11 @@ class Display:
   def _numbers(self) -> list[tuple[str, str]]:
     row, left_s = self._row, self._left_s()
     rate = row['tokens_per_s']
+    # Supervised steps have no reward.
+    supervised = row.get('reward') is None and row.get('loss') is not None
+    first = 'loss' if supervised else 'reward'
     return [
-        ('reward', number(row.get('reward'))),
+        (first, number(row.get(first))),
         ('entropy', number(row.get('entropy'))),
         ('tokens/s', number(rate, 0)),
         ('left', '-' if left_s is None else duration(left_s)),

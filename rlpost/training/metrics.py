@@ -67,14 +67,20 @@ def _cut_back(path: epath.Path, step: int) -> int:
 
 
 def transcript(trajectory: types.Trajectory) -> dict[str, Any]:
-  """A trajectory as a person reads it: messages, answer, verdict."""
+  """A trajectory as a person reads it: messages, answer, verdict.
+
+  `token_ids` and `logp` are of the sampled tokens, in nats to five digits.
+  """
   task, verdict = trajectory.task, trajectory.verdict
+  sampled = trajectory.sampled
   return {
       'domain': task.domain,
       'content_id': task.content_id,
       'prompt': [{'role': m.role, 'text': m.text} for m in task.messages],
       'answer': trajectory.text,
-      'tokens': int(trajectory.sampled.sum()),
+      'tokens': int(sampled.sum()),
+      'token_ids': trajectory.tokens[sampled].tolist(),
+      'logp': [round(x, 5) for x in trajectory.logp[sampled].tolist()],
       'stop_reason': trajectory.stop_reason,
       'verdict': verdict and verdict.to_json(),
   }

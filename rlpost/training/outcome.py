@@ -17,10 +17,13 @@ HELDOUT = 1  # the purpose folded into the root key; see `loop`
 def heldout(run, tasks, version, display, title, note=lambda *_: None) -> dict:
   """Evaluates tasks {domain: tasks}; a result as `report` reads it."""
   settings = run.evaluation
+  told = [-1]
 
   def progress(scored, wanted, mean):
     note()
-    display.note(f'{title}: {scored} of {wanted} answers, reward {mean:.3f}')
+    if 5 * scored // wanted > told[0]:
+      told[0] = 5 * scored // wanted
+      display.note(f'{title}: {scored} of {wanted} answers, reward {mean:.3f}')
 
   with display.phase(title):
     result = evaluator.evaluate(
@@ -74,6 +77,7 @@ def step_row(groups, chosen: credit.Credit, learned, run) -> dict[str, Any]:
     domains[name] = {
         'reward': float(np.mean(values)) if values else None,
         'groups': len(own), 'trained_groups': sum(g.id in kept for g in own),
+        'answers': len(verdicts),
         'invalid': sum(v.status == 'invalid' for v in verdicts),
         'infra': sum(v.status == 'infra' for v in verdicts),
         'share': shares[name], 'belief': beliefs[name]['p'],
@@ -92,6 +96,6 @@ def step_row(groups, chosen: credit.Credit, learned, run) -> dict[str, Any]:
       'entropy': None,
       'tokens': sum(int(t.sampled.sum()) for t in trajectories),
       'domains': domains, 'trained_groups': len(chosen.groups),
-      'drawn_groups': len(groups), 'weight': chosen.weight, **status,
+      'drawn_groups': len(groups), 'update_weight': chosen.weight, **status,
       **learned,
   }

@@ -57,18 +57,27 @@ class Program:
 
   def __init__(
       self, name: str, function: Callable, arguments: tuple, *, donate=(),
-      say: Callable[[str], Any] = lambda _: contextlib.nullcontext(),
+      out=None, say: Callable[[str], Any] = lambda _: contextlib.nullcontext(),
   ):
-    """`say(text)` gives a context that tells what is going on."""
+    """A program that is not compiled yet.
+
+    Args:
+      out: shardings of the results; what one program returns, another takes,
+        so the compiler must not choose.
+      say: `say(text)` gives a context that tells what is going on.
+    """
     self.name = name
     self.arguments = arguments
     self.compilations = 0
-    self._jitted = jax.jit(function, donate_argnums=donate)
+    self._jitted = jax.jit(function, donate_argnums=donate, out_shardings=out)
     self._say = say
     self._compiled = None
 
+  def trace(self):
+    return self._jitted.trace(*self.arguments)
+
   def lower(self):
-    return self._jitted.lower(*self.arguments)
+    return self.trace().lower()
 
   def compile(self):
     """The executable, compiled at the first call."""
@@ -139,10 +148,14 @@ def programs(
   known = abstract(shapes, mesh)
   batch = batch_shapes(shapes, mesh)
   scalar = jax.ShapeDtypeStruct((), jnp.int32)
-  out = {}
+  whole = sharding.replicated(mesh)
+  state = jax.tree.map(lambda x: x.sharding, known.state)
+  found = {}
 
-  def add(name, function, *arguments, donate=()):
-    out[name] = Program(name, function, arguments, donate=donate, say=say)
+  def add(name, function, *arguments, out, donate=()):
+    found[name] = Program(
+        name, function, arguments, donate=donate, out=out, say=say
+    )
 
   def update(state, frozen, batch, count, weight, old_logp):
     return steps.train_step(
@@ -153,20 +166,33 @@ def programs(
   old = batch.mask if shapes.step.recipe.anchor == 'old' else None
   weight = jax.ShapeDtypeStruct((), jnp.float32)
   add('train', update, known.state, known.frozen, batch, scalar, weight, old,
-      donate=(0,))
+      donate=(0,), out=(state, whole))
   add('init', lambda p: states.create(p, shapes.optimizer),
-      known.state.trainable, donate=(0,))
+      known.state.trainable, donate=(0,), out=state)
   if shapes.scored:
     add('score', lambda params, batch, count: steps.score(
-        shapes.step, params, batch, count), known.params, batch, scalar)
+        shapes.step, params, batch, count), known.params, batch, scalar,
+        out=batch.mask.sharding)
   for kind in ('rollout', 'evaluation'):
     config = getattr(shapes, kind)
     if config is not None:
-      _add_decoding(add, kind, config, shapes.step, known.params)
-  return out
+      _add_decoding(add, kind, config, shapes.step, known.params, mesh)
+  return found
 
 
-def _add_decoding(add, kind, config: engines.EngineConfig, step, params):
+def _placed(mesh, leading, tree):
+  """Shapes of caches and rows, with shardings: leading axis, heads, rest."""
+
+  def place(x):
+    axes = (leading, 'heads' if x.ndim == 4 else None, None, None)[: x.ndim]
+    return jax.ShapeDtypeStruct(
+        x.shape, x.dtype, sharding=sharding.fitting(mesh, x.shape, axes)
+    )
+
+  return jax.tree.map(place, tree)
+
+
+def _add_decoding(add, kind, config: engines.EngineConfig, step, params, mesh):
   dtype = jnp.dtype(step.dtype)
   functions = engines.functions(config, step.model, dtype)
 
@@ -182,17 +208,21 @@ def _add_decoding(add, kind, config: engines.EngineConfig, step, params):
   A, B = config.admit or config.prompts, config.batch
   shared = ints(config.prefixes, config.prefix_len), ints(config.prefixes)
   cache = jax.eval_shape(functions['shared'], params, *shared)
-  slots = jax.eval_shape(functions['empty'])
+  cache = _placed(mesh, None, cache)
+  slots = _placed(mesh, 'batch', jax.eval_shape(functions['empty']))
+  places = [jax.tree.map(lambda x: x.sharding, x) for x in (cache, slots)]
   start = engines.decode.Start(
       bools(B), floats(B), ints(B), ints(B), ints(B)
   )
   key = jax.eval_shape(lambda: jax.random.key(0))
-  add(f'{kind}/empty', functions['empty'])
-  add(f'{kind}/shared', functions['shared'], params, *shared)
+  add(f'{kind}/empty', functions['empty'], out=places[1])
+  add(f'{kind}/shared', functions['shared'], params, *shared, out=places[0])
   add(f'{kind}/admit', functions['admit'], params, slots, cache, ints(A),
-      ints(A, config.prompt_len), ints(A), ints(A), donate=(1,))
+      ints(A, config.prompt_len), ints(A), ints(A), donate=(1,),
+      out=places[1])
   add(f'{kind}/run', functions['run'], params, slots, start,
-      bools(step.model.vocab_size), key, ints(2), donate=(1,))
+      bools(step.model.vocab_size), key, ints(2), donate=(1,),
+      out=places[1])
 
 
 def decoding(known: Mapping[str, Program], kind: str) -> engines.Programs:

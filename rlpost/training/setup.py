@@ -23,95 +23,11 @@ from rlpost.rewards.normalize import RewardScale
 from rlpost.rollouts import collect
 from rlpost.rollouts import engine as engines
 from rlpost.training import curriculum as curricula
+from rlpost.training import imitation, sections
 from rlpost.training import programs as program_lib
 from rlpost.training import state as states
 from rlpost.training import step as steps
 from rlpost.weights import load as weights
-
-
-@dataclasses.dataclass(frozen=True)
-class Rollout:
-  """What a step samples.
-
-  Attributes:
-    prompts, samples: prompts per step, and completions of each.
-    max_new: most tokens of a completion, its end included.
-    temperature: of sampling, above 0.
-    prefix_len, prompt_len: room for shared and own prompt tokens; 0 measures
-      the longest of the held-out and validation tasks. A longer prompt is
-      counted as 'overlong' and not attempted.
-    slots, rows: prompt slots and rows of each; 0 for prompts and samples.
-    prefixes: shared prefixes held at one time, at most.
-    admit, refill: see `rollouts.engine.EngineConfig`.
-  """
-
-  prompts: int
-  samples: int
-  max_new: int
-  temperature: float = 1.0
-  prefix_len: int = 0
-  prompt_len: int = 0
-  slots: int = 0
-  rows: int = 0
-  prefixes: int = 16
-  admit: int = 0
-  refill: int = 0
-
-  def __post_init__(self):
-    if self.temperature <= 0:
-      raise errors.InputError(
-          f'rollout.temperature={self.temperature} must be above 0: a greedy '
-          'policy gives no gradient.'
-      )
-    for name in ('prompts', 'samples', 'max_new', 'prefixes'):
-      if getattr(self, name) < 1:
-        raise errors.InputError(
-            f'rollout.{name}={getattr(self, name)} must be at least 1.'
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class Train:
-  """How an update is computed; see `step.StepConfig`.
-
-  Attributes:
-    rows: rows (groups, or packed documents) of a micro-batch.
-    groups: most groups of an update; 0 for all prompts of a step. Fewer than
-      prompts leaves room for groups that tell nothing apart.
-    updates: updates on each step's batch.
-  """
-
-  rows: int
-  groups: int = 0
-  updates: int = 1
-  backend: str = 'dense'
-  remat: str = 'none'
-  chunk: int = 512
-  clip_norm: float = 1.0
-
-
-@dataclasses.dataclass(frozen=True)
-class Evaluation:
-  """Held-out attempts: one greedy, `samples` at `temperature` per task.
-
-  Attributes:
-    slots: prompts decoded at one time.
-    admit, refill: see `rollouts.engine.EngineConfig`.
-  """
-
-  slots: int
-  samples: int = 3
-  temperature: float = 1.0
-  admit: int = 0
-  refill: int = 0
-
-
-@dataclasses.dataclass(frozen=True)
-class Checkpoint:
-  """Save every so many steps; keep so many of the latest, and the best."""
-
-  every: int
-  keep_latest: int = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,7 +78,9 @@ def load_model(
 
   def read():
     params = weights.load(source)[1]
-    if value_head and 'value/kernel' not in params:
+    if not value_head:
+      params.pop('value/kernel', None)  # of a critic that is not wanted
+    elif 'value/kernel' not in params:
       rng = np.random.default_rng(seed)
       draw = rng.standard_normal((1, config.width)) * config.width**-0.5
       params = {**params, 'value/kernel': draw.astype(np.float32)}
@@ -235,21 +153,21 @@ def make_tasks(
   return Tasks(pools, {n: p.environment(form=form) for n, p in pools.items()})
 
 
-def _lengths(tasks: Tasks, tokenizer, names):
-  """(longest shared prefix, longest rest, longest answer) in tokens.
+def longest(tasks: Tasks, tokenizer, names) -> tuple[int, int, int]:
+  """(shared prefix, rest of the prompt, answer with its end) in tokens.
 
-  The rest is measured on the held-out and validation tasks.
+  Measured on the held-out and validation tasks.
   """
-  prefix = rest = answer = 1
+  most = [1, 1, 1]
   for name in names:
     environment, pool = tasks.environments[name], tasks.pools[name]
-    prefix = max(prefix, len(tokenizer.encode(environment.prefix)))
     for task in (*pool.heldout, *pool.validation):
-      state = environment.render(task)
-      rest = max(rest, len(tokenizer.encode(state.suffix)))
-      gold = task.checker.get('gold')
-      answer = max(answer, len(tokenizer.encode(f' {gold}\n')))
-  return prefix, rest, answer
+      prompt = collect.prompt_tokens(tokenizer, environment.render(task))
+      # A chat template adds the end token.
+      answer = [*tokenizer.encode(environment.solution(task)), None]
+      parts = (*prompt, answer)
+      most = [max(a, len(b)) for a, b in zip(most, parts, strict=True)]
+  return tuple(most)
 
 
 @dataclasses.dataclass
@@ -261,10 +179,11 @@ class Run:
   """
 
   config: Any
-  rollout: Rollout
-  train: Train
-  evaluation: Evaluation
-  checkpoint: Checkpoint
+  rollout: sections.Rollout
+  train: sections.Train
+  evaluation: sections.Evaluation
+  warmup: imitation.Warmup
+  checkpoint: sections.Checkpoint
   mesh: Any
   model: Model
   tasks: Tasks
@@ -297,8 +216,8 @@ def make_recipe(*, name: str, **overrides) -> recipes.Recipe:
 def _engine_configs(rollout, evaluation, measured, domains):
   """Shapes of decoding, for training and for evaluation."""
   shared = {
-      'prefix_len': rollout.prefix_len or _bucket(measured[0]),
-      'prompt_len': rollout.prompt_len or _bucket(measured[1]),
+      'prefix_len': rollout.prefix_len or bucket(measured[0]),
+      'prompt_len': rollout.prompt_len or bucket(measured[1]),
       'width': rollout.max_new,
       'prefixes': min(domains, rollout.prefixes),
   }
@@ -355,30 +274,26 @@ def build(config, scorer, display, workdir_tasks: Mapping | None = None) -> Run:
     raise errors.InputError(
         "recipe 'ppo' needs a critic; choose a recipe with group advantages."
     )
-  rollout, train = Rollout(**config.rollout), Train(**config.train)
-  evaluation = Evaluation(**config.evaluation)
+  rollout = sections.Rollout(**config.rollout)
+  train = sections.Train(**config.train)
+  evaluation = sections.Evaluation(**config.evaluation)
   recipes.check_group_size(recipe, rollout.samples)
-  measured = _lengths(tasks, model.tokenizer, names)
+  measured = longest(tasks, model.tokenizer, names)
   decoding = _engine_configs(rollout, evaluation, measured, len(names))
   shapes = _shapes(config, model, recipe, rollout, train, decoding)
   programs = program_lib.programs(shapes, mesh, display.phase)
-  stop = model.tokenizer.stop_ids(_stops(tasks, names))
-
-  def collector(kind, engine):
-    decoding = program_lib.decoding(programs, kind)
-    return collect.Collector(
-        engines.Engine(engine, decoding, stop), model.tokenizer, scorer
-    )
-
-  rollouts = collector('rollout', decoding[0])
+  rollouts = collector(programs, 'rollout', decoding[0], model, tasks, scorer)
   evaluations = rollouts
   if shapes.evaluation is not None:
-    evaluations = collector('evaluation', decoding[1])
+    evaluations = collector(
+        programs, 'evaluation', decoding[1], model, tasks, scorer
+    )
   sources = {n: plans.Source(fingerprint=tasks.fingerprint(n)) for n in names}
   return Run(
       config=config, rollout=rollout, train=train, evaluation=evaluation,
-      checkpoint=Checkpoint(**config.checkpoint), mesh=mesh, model=model,
-      tasks=tasks, recipe=recipe, shapes=shapes, programs=programs,
+      warmup=imitation.Warmup(**config.get('warmup', {})),
+      checkpoint=sections.Checkpoint(**config.checkpoint), mesh=mesh,
+      model=model, tasks=tasks, recipe=recipe, shapes=shapes, programs=programs,
       rollouts=rollouts, evaluations=evaluations, scorer=scorer,
       plan=plans.Plan(sources, prompts=rollout.prompts, seed=config.seed,
                       **config.plan),
@@ -387,42 +302,66 @@ def build(config, scorer, display, workdir_tasks: Mapping | None = None) -> Run:
   )
 
 
-def _bucket(length: int, step: int = 8) -> int:
+def bucket(length: int, step: int = 8) -> int:
+  """The next multiple, so that few shapes exist."""
   return -(-length // step) * step
 
 
-def _stops(tasks: Tasks, names) -> tuple[str, ...]:
-  stops = [s for n in names for s in tasks.environments[n].stop]
-  return tuple(dict.fromkeys(stops))
+def collector(
+    programs, kind: str, engine: engines.EngineConfig, model: Model,
+    tasks: Tasks, scorer,
+) -> collect.Collector:
+  """Attempts tasks with the programs of a kind: 'rollout' or 'evaluation'."""
+  stops = [s for e in tasks.environments.values() for s in e.stop]
+  stop_V = model.tokenizer.stop_ids(dict.fromkeys(stops))
+  decoding = program_lib.decoding(programs, kind)
+  return collect.Collector(
+      engines.Engine(engine, decoding, stop_V), model.tokenizer, scorer
+  )
 
 
-def place(run: Run, params: Mapping[str, Any]) -> None:
-  """Puts fresh parameters on the mesh and makes the optimizer's state."""
+def on_mesh(run, params: Mapping[str, Any]) -> dict:
+  """Parameters in the run's layout, each where the mesh wants it."""
   if run.shapes.stacked:
     params = transformer.stack(params)
   known = program_lib.abstract(run.shapes, run.mesh)
-  params = {
+  return {
       k: jax.device_put(np.asarray(v), known.params[k].sharding)
       for k, v in params.items()
   }
+
+
+def place(run, params: Mapping[str, Any]) -> None:
+  """Gives a run its parameters, without undoing what was restored.
+
+  Args:
+    run: `Run` or `supervised.Run`.
+    params: of `on_mesh`.
+  """
   if run.recipe.kl != 'none':
     run.reference = jax.tree.map(lambda x: x.copy(), params)
   trainable, run.frozen = states.partition(params, run.shapes.trainable)
-  run.state = run.programs['init'](trainable)
+  if run.state is None:
+    run.state = run.programs['init'](trainable)
 
 
 # Each section of a config is the keyword arguments of what it builds; the
-# second entry names those that `build` supplies itself.
+# second entry names those that `build` supplies itself. None: checked there.
 SECTIONS = {
+    'launcher': None,
+    'seed': None,
+    'steps': None,
+    'recipe': None,
     'model': (load_model, ('seed',)),
     'mesh': (sharding.make_mesh, ('devices',)),
     'domains': (make_tasks, ('shots', 'trained')),
-    'rollout': (Rollout, ()),
+    'rollout': (sections.Rollout, ()),
     'optimizer': (states.adamw, ('total_steps',)),
-    'train': (Train, ()),
+    'train': (sections.Train, ()),
+    'warmup': (imitation.Warmup, ()),
     'plan': (plans.Plan, ('sources', 'prompts', 'seed')),
     'curriculum': (curricula.Curriculum, ('names',)),
     'reward_scale': (RewardScale, ()),
-    'evaluation': (Evaluation, ()),
-    'checkpoint': (Checkpoint, ()),
+    'evaluation': (sections.Evaluation, ()),
+    'checkpoint': (sections.Checkpoint, ()),
 }

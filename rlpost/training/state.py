@@ -47,7 +47,7 @@ def schedule(
     raise errors.InputError(
         f'{warmup_steps=} must not exceed the {total_steps=} planned updates.'
     )
-  rest = max(total_steps - warmup_steps, 1)
+  rest = max(total_steps - warmup_steps - 1, 1)
   after = {
       'constant': lambda: optax.constant_schedule(learning_rate),
       'cosine': lambda: optax.cosine_decay_schedule(

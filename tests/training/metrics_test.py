@@ -34,7 +34,8 @@ def _trajectory(domain='add', value=1.0, text='13\né'):
       task=task, group=0, sample=1, tokens=np.arange(5),
       spans=(types.Span(0, 3, 'user', False),
              types.Span(3, 5, 'assistant', True)),
-      logp=np.zeros(5, np.float32), versions=np.zeros(5, np.int32),
+      logp=np.array([0, 0, 0, -0.5, -1 / 3], np.float32),
+      versions=np.zeros(5, np.int32),
       temperature=1.0, stop_reason='stop', text=text,
       verdict=types.Verdict('value', value),
   )
@@ -118,6 +119,8 @@ def test_samples_can_be_read(tmp_path):
   assert row['answer'] == '13\né'
   assert 'é' in (tmp_path / 'samples.jsonl').read_text()
   assert (row['tokens'], row['verdict']['value']) == (2, 1.0)
+  assert row['token_ids'] == [3, 4]  # what was sampled, without the prompt
+  assert row['logp'] == [-0.5, -0.33333]
 
 
 def test_tensorboard_where_it_is_installed(tmp_path, monkeypatch):

@@ -149,9 +149,10 @@ def emit(
   if not 0 < ratio <= 1:
     raise ValueError(f'{name}: {ratio=} of {limit=} {unit} is not in (0, 1].')
   line = {'name': name, 'value': value, 'unit': unit}
-  line |= {'limit': limit, 'ratio': ratio} | extra
+  line |= {'limit': limit, 'ratio': ratio}
+  # A peak that was read before the limits were measured replaces this one.
+  line |= {'peak_rss_bytes': peak_rss_bytes()} | extra
   line |= {
-    'peak_rss_bytes': peak_rss_bytes(),
     'load': os.getloadavg()[0],
     'cores': len(os.sched_getaffinity(0)),
     'machine': processor(),

@@ -1,0 +1,85 @@
+"""A study on two cores: a model of one million bytes-in parameters, from zero.
+
+  tools/run tiny                   SFT warm-up, then 60 steps of RL
+  tools/run tiny:smoke             two steps of the same
+"""
+
+import ml_collections
+
+
+def get_config(variant: str = '') -> ml_collections.ConfigDict:
+  config = ml_collections.ConfigDict()
+  config.launcher = 'experiments.train'
+  config.seed = 0
+  config.steps = 60
+  config.model = {
+      'source': 'scratch:tiny',
+      'value_head': False,
+      'stacked': False,
+      'trainable': '.*',
+      'dtype': 'float32',
+  }
+  config.mesh = {'data': 1, 'fsdp': 1, 'tensor': 1, 'context': 1}
+  config.domains = {
+      'names': ('tiny_copy', 'tiny_first', 'tiny_reverse', 'tiny_sort'),
+      'heldout': 64,
+      'validation': 16,
+      'heldout_seed': 0,
+  }
+  config.warmup = {
+      'steps': 60, 'rows': 8, 'length': 128, 'slots': 64, 'examples': 2048,
+      'learning_rate': 3e-3,
+  }
+  config.rollout = {
+      'prompts': 48,
+      'samples': 8,
+      'max_new': 6,
+      'temperature': 1.0,
+      'prefixes': 1,
+      'admit': 0,
+      'refill': 0,
+  }
+  config.recipe = {
+      'name': 'dapo',
+      'overlong': 'keep',
+      'dynamic_sampling': False,
+  }
+  config.optimizer = {
+      'learning_rate': 5e-4,
+      'warmup_steps': 5,
+      'decay': 'linear',
+      'b1': 0.9,
+      'b2': 0.99,
+      'weight_decay': 0.0,
+  }
+  config.train = {
+      'rows': 8,
+      'groups': 40,
+      'updates': 1,
+      'backend': 'dense',
+      'remat': 'none',
+      'chunk': 512,
+      'clip_norm': 1.0,
+  }
+  config.plan = {'floor': 0.5}
+  config.curriculum = {'decay': 0.9, 'explore': 0.2}
+  config.reward_scale = {'decay': 0.999, 'floor': 0.1}
+  config.evaluation = {'slots': 32, 'samples': 3, 'temperature': 1.0}
+  config.checkpoint = {'every': 20, 'keep_latest': 1}
+  if variant == 'smoke':
+    _smoke(config)
+  elif variant:
+    raise ValueError(f'{variant=} is not smoke or empty.')
+  return config.lock()
+
+
+def _smoke(config):
+  config.steps = 2
+  config.domains.heldout = 8
+  config.domains.validation = 4
+  config.warmup.steps = 4
+  config.rollout.prompts = 4
+  config.train.groups = 4
+  config.train.rows = 4
+  config.evaluation.slots = 8
+  config.checkpoint.every = 1

@@ -1,0 +1,266 @@
+"""What the decoding programs sample, against a teacher-forced NumPy forward."""
+
+import functools
+from unittest import mock
+
+import jax
+import numpy as np
+import pytest
+
+from rlpost import sharding, types
+from rlpost.algorithms import recipes
+from rlpost.data import packing
+from rlpost.models import transformer
+from rlpost.models.config import ModelConfig
+from rlpost.ops.attention import SharedPrefix
+from rlpost.rollouts import engine as engines
+from rlpost.training import programs as program_lib
+from rlpost.training import state as states
+from rlpost.training import step as steps
+from tests import reference
+from tests.training import batches
+
+MODEL = ModelConfig(
+    vocab_size=40, width=16, num_layers=2, num_heads=4, num_kv_heads=2,
+    head_dim=4, hidden=24, rope_theta=100.0,
+)
+STOP = np.arange(40) < 3
+BUDGET = 8
+ROOT = 11
+
+
+class Setting:
+  """An engine configuration and how to run it."""
+
+  def __init__(self, prompts, rows, *, stacked=False, mesh=None, **more):
+    given = {'prefix_len': 4, 'prompt_len': 6, 'width': BUDGET}
+    self.config = engines.EngineConfig(prompts, rows, **given | more)
+    self.stacked = stacked
+    self.mesh = mesh or {}
+
+
+SETTINGS = {
+    'wide': Setting(4, 3, prefixes=3, admit=2, refill=1),
+    # Rows refilled often, other padding, a longer ring, a prefix at a time.
+    'narrow': Setting(
+        2, 2, admit=1, refill=2, prefix_len=6, prompt_len=7, width=BUDGET + 3
+    ),
+    'no shared prefix': Setting(3, 4, prefix_len=0, prompt_len=10),
+    'stacked parameters': Setting(2, 2, prefixes=2, stacked=True),
+    'mesh': Setting(
+        4, 3, prefixes=3, mesh={'data': 2, 'fsdp': 2, 'tensor': 2}
+    ),
+}
+
+
+def shapes(setting):
+  recipe = recipes.RECIPES['grpo']
+  layout = SharedPrefix(10, 6, BUDGET)
+  return program_lib.Shapes(
+      step=steps.StepConfig(MODEL, recipe, layout=layout, chunk=64),
+      stacked=setting.stacked, trainable='.*',
+      optimizer=states.adamw(1e-3, total_steps=1), rows=8, micro=1,
+      slots=6 * BUDGET, length=layout.length, rollout=setting.config,
+      scored=True,
+  )
+
+
+@functools.cache
+def programs(name):
+  """(programs, engine) of a setting, compiled in little time at first use."""
+  setting = SETTINGS[name]
+  mesh = sharding.make_mesh(**setting.mesh)
+  made = program_lib.programs(shapes(setting), mesh)
+  decoding = program_lib.decoding(made, 'rollout')
+  return made, engines.Engine(setting.config, decoding, STOP)
+
+
+def place(name, params):
+  setting = SETTINGS[name]
+  params = transformer.stack(params) if setting.stacked else params
+  mesh = sharding.make_mesh(**setting.mesh)
+  known = program_lib.abstract(shapes(setting), mesh).params
+  return {k: jax.device_put(v, known[k].sharding) for k, v in params.items()}
+
+
+def generate(name, params, asked, root=ROOT, version=0, engine=None):
+  """{(group, sample): Completion}."""
+  setting = SETTINGS[name]
+  if not setting.config.prefix_len:
+    asked = [
+        r._replace(prefix=(), suffix=r.prefix + r.suffix) for r in asked
+    ]
+  engine = engine or programs(name)[1]
+  mesh = sharding.make_mesh(**setting.mesh)
+  level = {'xla_backend_optimization_level': 0}
+  with (
+      sharding.use(mesh), mock.patch.object(program_lib, 'CPU_OPTIONS', level)
+  ):
+    batches_ = engine.generate(
+        place(name, params), version, asked, jax.random.key(root), BUDGET
+    )
+    return {(d.group, d.sample): d for batch in batches_ for d in batch}
+
+
+TEMPERATURES = 1.0, 0.0, 0.6, 1.5, 1.0, 1.0
+
+
+def requests():
+  """Prompts of 1 to 10 tokens, with prefixes of 0, 2 and 4 of them.
+
+  Groups 20 and 21 have one prompt.
+  """
+  rng = np.random.default_rng(0)
+  prefixes = (), (5, 9), (7, 7, 30, 2)
+  out = []
+  for g, size in enumerate((1, 6, 3, 5, 2, 6, 4)):
+    suffix = tuple(rng.integers(0, 40, size).tolist())
+    samples = tuple(enumerate(TEMPERATURES[: 6 - g % 3]))
+    out.append(engines.Request(20 + g, prefixes[g % 3], suffix, samples))
+  out[1] = out[0]._replace(group=21)
+  return out
+
+
+@pytest.fixture(scope='module')
+def params():
+  return reference.random_params(MODEL, scale=0.3)
+
+
+@functools.cache
+def _result(name):
+  asked = requests()
+  if name != 'wide':
+    asked = asked[::-1]
+  return generate(name, reference.random_params(MODEL, scale=0.3), asked)
+
+
+@pytest.fixture(params=SETTINGS)
+def result(request):
+  return _result(request.param)
+
+
+def logits(params, done):
+  """fp64 [n, V]: what predicts each token of a completion, from the start."""
+  request = next(r for r in requests() if r.group == done.group)
+  prompt = request.prefix + request.suffix
+  tokens = np.concatenate([prompt, done.tokens]).astype(int)
+  return reference.forward(MODEL, params, [tokens])[0, len(prompt) - 1 : -1]
+
+
+def gap(params, found):
+  """Largest difference from the teacher-forced log-probabilities."""
+  worst = 0.0
+  for done in found.values():
+    z = logits(params, done) / (done.temperature or 1.0)
+    logp = z - np.logaddexp.reduce(z, axis=-1, keepdims=True)
+    chosen = logp[np.arange(len(z)), done.tokens]
+    worst = max(worst, np.abs(chosen - done.logp).max())
+  return worst
+
+
+def test_log_probs_are_those_of_the_teacher_forced_model(params, result):
+  assert result.keys() == {(r.group, s) for r in requests() for s, _ in
+                           r.samples}
+  assert gap(params, result) < 1e-4
+  assert all(d.logp.dtype == np.float32 for d in result.values())
+  # The oracle tells models apart.
+  assert gap(params | {'norm/scale': params['norm/scale'] * 1.1}, result) > 0.01
+
+
+def test_greedy_answers_take_the_largest_logit(params, result):
+  greedy = [d for d in result.values() if d.temperature == 0]
+  assert len(greedy) == 7
+  for done in greedy:
+    np.testing.assert_array_equal(
+        done.tokens, logits(params, done).argmax(-1)
+    )
+  sampled = [d for d in result.values() if d.temperature > 0]
+  best = [d.tokens[0] == logits(params, d)[0].argmax() for d in sampled]
+  assert not all(best)
+
+
+def test_answers_end_with_one_end_token_or_at_the_budget(result):
+  for done in result.values():
+    ends = STOP[done.tokens]
+    assert not ends[:-1].any()
+    assert done.stop_reason == ('stop' if ends[-1] else 'length')
+    assert ends[-1] or len(done.tokens) == BUDGET
+  assert {d.stop_reason for d in result.values()} == {'stop', 'length'}
+
+
+@pytest.mark.parametrize('name', [n for n in SETTINGS if n != 'wide'])
+def test_tokens_do_not_depend_on_slots_padding_order_or_mesh(name):
+  wanted = _result('wide')
+  for key, done in _result(name).items():
+    np.testing.assert_array_equal(done.tokens, wanted[key].tokens)
+    np.testing.assert_allclose(done.logp, wanted[key].logp, atol=1e-5)
+
+
+def test_tokens_do_not_depend_on_who_else_is_asked(params):
+  wanted = _result('wide')
+  for part in (requests()[2:3], requests()[4:]):
+    few = [r._replace(samples=r.samples[::2]) for r in part]
+    found = generate('wide', params, few)
+    assert found.keys() == {(r.group, s) for r in few for s, _ in r.samples}
+    for key, done in found.items():
+      np.testing.assert_array_equal(done.tokens, wanted[key].tokens)
+
+
+def test_roots_groups_and_samples_draw_apart(params):
+  first = _result('wide')
+  other = generate('wide', params, requests(), root=ROOT + 1)
+  warm = [k for k, d in first.items() if d.temperature]
+
+  def equal(pairs):
+    return np.mean([np.array_equal(a.tokens, b.tokens) for a, b in pairs])
+
+  assert equal([(first[k], other[k]) for k in warm]) < 0.1
+  # Groups 20 and 21 have one prompt; so do samples 0, 4 and 5 of a group.
+  twins = [(first[20, s], first[21, s]) for s, t in enumerate(TEMPERATURES)
+           if t and (21, s) in first]
+  assert equal(twins) < 0.5
+  siblings = [(first[20 + g, 0], first[20 + g, 4]) for g in (0, 3, 4, 6)
+              if (20 + g, 4) in first]
+  assert equal(siblings) < 0.5
+  greedy = [k for k, d in first.items() if not d.temperature]
+  assert equal([(first[k], other[k]) for k in greedy]) == 1
+
+
+def test_new_weights_never_meet_an_old_cache(params):
+  moved = reference.random_params(MODEL, seed=1, scale=0.3)
+  made, engine = programs('wide')
+  generate('wide', params, requests(), version=5, engine=engine)
+  found = generate('wide', moved, requests(), version=6, engine=engine)
+  assert gap(moved, found) < 1e-4
+  fresh = engines.Engine(
+      engine.config, program_lib.decoding(made, 'rollout'), STOP
+  )
+  alone = generate('wide', moved, requests(), version=6, engine=fresh)
+  for key, done in alone.items():
+    np.testing.assert_array_equal(done.tokens, found[key].tokens)
+    np.testing.assert_array_equal(done.logp, found[key].logp)
+
+
+def test_the_trainer_gives_sampled_tokens_the_sampler_s_log_probs(params):
+  """Through packed rows: the ratio of the first update is 1."""
+  found = {k: d for k, d in _result('wide').items() if d.temperature}
+  groups = []
+  for request in requests():
+    prompt = request.prefix + request.suffix
+    members = [
+        batches.trajectory(
+            np.concatenate([prompt, d.tokens]), len(prompt), group=d.group,
+            sample=d.sample, temperature=d.temperature,
+            logp=np.concatenate([np.zeros(len(prompt)), d.logp]),
+        )
+        for d in found.values() if d.group == request.group
+    ]
+    groups.append(types.Group(
+        request.group, batches.task(), tuple(members)
+    ))
+  rows = packing.pack_groups(groups, prompt_len=10, samples=6, width=BUDGET)
+  batch = packing.micro_batches(packing.pad_rows(rows, 8), 1)
+  score = programs('wide')[0]['score']
+  logp = score(place('wide', params), batch, np.int32(1))
+  assert batch.mask.sum() == sum(len(d.tokens) for d in found.values())
+  assert np.abs((logp - batch.behavior_logp) * batch.mask).max() < 1e-4

@@ -1,0 +1,278 @@
+"""The programs of a run: one compilation each, the same numbers on any mesh."""
+
+import functools
+from unittest import mock
+
+import jax
+import numpy as np
+import pytest
+
+from rlpost import errors, sharding
+from rlpost.algorithms import recipes
+from rlpost.data import packing
+from rlpost.models import transformer
+from rlpost.rollouts import engine as engines
+from rlpost.training import programs as program_lib
+from rlpost.training import state as states
+from rlpost.training import step as steps
+from tests import reference
+from tests.training import batches
+
+# 1, 2, 4 and 8 devices; every axis is split somewhere, one model is stacked.
+MESHES = {
+    'one': ({}, False),
+    'two': ({'context': 2}, False),
+    'four': ({'fsdp': 2, 'tensor': 2}, True),
+    'eight': ({'data': 2, 'fsdp': 2, 'context': 2}, False),
+}
+ROWS, MICRO = 4, 2
+OPTIMIZER = states.adamw(
+    0.05, total_steps=4, warmup_steps=2, eps=1e-2, weight_decay=0.1
+)
+
+
+def shapes(stacked=False, trainable='.*', name='grpo', **more):
+  recipe = recipes.recipe(name, anchor='old', correction='token_truncation')
+  return program_lib.Shapes(
+      step=steps.StepConfig(
+          batches.MODEL, recipe, layout=batches.LAYOUT, chunk=64
+      ),
+      stacked=stacked, trainable=trainable, optimizer=OPTIMIZER, rows=ROWS,
+      micro=MICRO, slots=batches.SLOTS, length=batches.LENGTH, scored=True,
+      **more,
+  )
+
+
+@pytest.fixture(autouse=True)
+def fast_compilation():
+  options = {'xla_backend_optimization_level': 0}
+  with mock.patch.object(program_lib, 'CPU_OPTIONS', options):
+    yield
+
+
+@pytest.fixture(scope='module')
+def params():
+  return reference.random_params(batches.MODEL)
+
+
+@pytest.fixture(scope='module')
+def batch(params):
+  """[2, 4, ...] with three rows of padding among them, and one overlong."""
+  rows = batches.packed(batches.groups(params))
+  rows = batches.rows(rows, [3, -1, 0, 2, -1, 1, -1, 0])
+  return packing.micro_batches(rows, MICRO)
+
+
+def placed(shapes, mesh, params):
+  known = program_lib.abstract(shapes, mesh).params
+  if shapes.stacked:
+    params = transformer.stack(params)
+  return {k: jax.device_put(v, known[k].sharding) for k, v in params.items()}
+
+
+def host(params):
+  params = {k: np.asarray(v) for k, v in params.items()}
+  return transformer.unstack(params) if 'layers/attn/qkv' in params else params
+
+
+def two_updates(name, params, batch):
+  """Both reports and the parameters after each update on a mesh."""
+  sizes, stacked = MESHES[name]
+  mesh = sharding.make_mesh(**sizes)
+  config = shapes(stacked)
+  count, out = np.int32(MICRO), {'reports': [], 'params': [], 'scores': []}
+  with sharding.use(mesh):
+    made = program_lib.programs(config, mesh)
+    state = made['init'](placed(config, mesh, params))
+    for weight in (1.0, 0.5):
+      old = made['score'](state.trainable, batch, count)
+      out['scores'].append(jax.device_get(old))
+      state, report = made['train'](
+          state, {}, batch, count, np.float32(weight), old
+      )
+      out['reports'].append(jax.device_get(report))
+      out['params'].append(host(state.trainable))
+  moments = next(s for s in state.opt if hasattr(s, 'mu'))
+  out['moments'] = host(moments.mu), host(moments.nu)
+  out['shardings'] = {
+      k: {v.sharding, moments.mu[k].sharding, moments.nu[k].sharding}
+      for k, v in state.trainable.items()
+  }
+  out['compilations'] = {k: p.compilations for k, p in made.items()}
+  return out
+
+
+_results = {}
+
+
+def result(name, params, batch):
+  if name not in _results:
+    _results[name] = two_updates(name, params, batch)
+  return _results[name]
+
+
+@pytest.mark.parametrize('name', [n for n in MESHES if n != 'one'])
+def test_updates_are_the_same_on_any_mesh(params, batch, name):
+  found, wanted = (result(n, params, batch) for n in (name, 'one'))
+  for ours, theirs in zip(found['scores'], wanted['scores'], strict=True):
+    np.testing.assert_allclose(ours, theirs, atol=1e-5)
+  for ours, theirs in zip(found['reports'], wanted['reports'], strict=True):
+    assert ours.keys() == theirs.keys()
+    for key, value in theirs.items():
+      np.testing.assert_allclose(
+          ours[key], value, rtol=1e-5, atol=1e-6, err_msg=key
+      )
+  for ours, theirs, before in zip(
+      found['params'], wanted['params'], [params, wanted['params'][0]],
+      strict=True,
+  ):
+    for key, value in theirs.items():
+      np.testing.assert_allclose(ours[key], value, atol=2e-6, err_msg=key)
+      assert np.abs(value - before[key]).max() > 1e-4, f'{key} stands still'
+  for ours, theirs in zip(found['moments'], wanted['moments'], strict=True):
+    for key, value in theirs.items():
+      np.testing.assert_allclose(
+          ours[key], value, atol=1e-5 * np.abs(value).max(), err_msg=key
+      )
+
+
+@pytest.mark.parametrize('name', MESHES)
+def test_parameters_and_moments_lie_where_the_table_says(params, batch, name):
+  sizes, stacked = MESHES[name]
+  mesh = sharding.make_mesh(**sizes)
+  known = program_lib.abstract(shapes(stacked), mesh)
+  for key, found in result(name, params, batch)['shardings'].items():
+    assert found == {known.params[key].sharding}, key
+  parts = {
+      len(x.sharding.device_set) // x.sharding.num_devices * np.prod(x.shape)
+      // np.prod(x.sharding.shard_shape(x.shape))
+      for x in known.params.values()
+  }
+  split = sizes.get('fsdp', 1) * sizes.get('tensor', 1)
+  assert max(parts) == split
+
+
+def test_each_program_is_compiled_once_for_any_data(params, batch):
+  made = two_updates('one', params, batch)['compilations']
+  assert set(made.values()) == {1}
+  # And nothing else is compiled on the way, once every shape has been seen.
+  compiled = []
+  jax.monitoring.register_event_duration_secs_listener(
+      lambda event, _, **__: compiled.append(event)
+      if 'backend_compile' in event else None
+  )
+  mesh = sharding.make_mesh()
+  config = shapes()
+  with sharding.use(mesh):
+    programs = program_lib.programs(config, mesh)
+    state = programs['init'](placed(config, mesh, params))
+    assert compiled, 'the event has another name'
+    for i in range(4):
+      if i == 1:
+        compiled.clear()
+      moved = batch._replace(advantage=batch.advantage * (i + 1))
+      old = programs['score'](state.trainable, moved, np.int32(1 + i % 2))
+      state, report = programs['train'](
+          state, {}, moved, np.int32(1 + i % 2), np.float32(0.5 + i), old
+      )
+      jax.device_get(report)
+  assert not compiled
+
+
+def test_the_state_is_given_away_and_nothing_else(params, batch):
+  mesh = sharding.make_mesh()
+  config = shapes(trainable='layers/.*')
+  with sharding.use(mesh):
+    programs = program_lib.programs(config, mesh)
+    known = program_lib.abstract(config, mesh)
+    text = programs['train'].lower().as_text()
+    leaves = len(jax.tree.leaves(known.state))
+    assert text.count('tf.aliasing_output') == leaves
+    whole = placed(config, mesh, params)
+    trainable, frozen = states.partition(whole, config.trainable)
+    state = programs['init'](trainable)
+    old = programs['score'](
+        states.union(state.trainable, frozen), batch, np.int32(MICRO)
+    )
+    new, _ = programs['train'](
+        state, frozen, batch, np.int32(MICRO), np.float32(1), old
+    )
+  assert all(x.is_deleted() for x in jax.tree.leaves(state))
+  assert not any(x.is_deleted() for x in jax.tree.leaves((new, frozen, old)))
+  for key, value in host(frozen).items():
+    np.testing.assert_array_equal(value, params[key])
+  assert int(new.step) == 1 and not new.trainable.keys() & frozen.keys()
+
+
+ENGINE = engines.EngineConfig(
+    prompts=4, rows=2, prefix_len=4, prompt_len=4, width=4, prefixes=2, admit=2
+)
+
+
+@pytest.mark.parametrize('stacked', [False, True])
+def test_every_program_lowers_for_eight_devices(stacked):
+  mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2)
+  config = shapes(
+      stacked, rollout=ENGINE,
+      evaluation=engines.EngineConfig(3, 5, 0, 8, 4),
+  )
+  said = []
+
+  def say(text):
+    said.append(text)
+    return mock.MagicMock()
+
+  with sharding.use(mesh):
+    programs = program_lib.programs(config, mesh, say)
+    kinds = {'empty', 'shared', 'admit', 'run'}
+    assert programs.keys() == {
+        'train', 'init', 'score', *(f'rollout/{k}' for k in kinds),
+        *(f'evaluation/{k}' for k in kinds),
+    }
+    for name, program in programs.items():
+      text = program.lower().as_text()
+      assert 'num_partitions = 8' in text, name
+      assert program.name == name and not program.compilations
+    assert not said
+    programs['rollout/empty'].compile()
+    assert said == ['compiling rollout/empty']
+  decoding = program_lib.decoding(programs, 'evaluation')
+  assert decoding.run is programs['evaluation/run']
+
+
+def test_what_one_program_returns_another_takes():
+  """Shardings of results are those that the next program was lowered for."""
+  mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2)
+  config = shapes(rollout=ENGINE)
+
+  def places(tree):
+    return [x.sharding for x in jax.tree.leaves(tree)]
+
+  with sharding.use(mesh):
+    programs = program_lib.programs(config, mesh)
+    slots = programs['rollout/run'].arguments[1]
+    for name in ('empty', 'admit', 'run'):
+      lowered = programs[f'rollout/{name}'].lower()
+      shapes_ = [(x.shape, x.dtype) for x in jax.tree.leaves(lowered.out_info)]
+      assert shapes_ == [(x.shape, x.dtype) for x in jax.tree.leaves(slots)]
+    assert places(programs['rollout/admit'].arguments[1]) == places(slots)
+    empty = programs['rollout/empty']()
+  assert places(empty) == places(slots)
+  # Rows of decoding are spread like rows of training, heads over tensors.
+  assert slots.keys[0].sharding == sharding.named(
+      mesh, ('batch', 'heads', None, None)
+  )
+
+
+def test_rows_that_do_not_divide_over_the_mesh_are_refused():
+  mesh = sharding.make_mesh(data=8)
+  with pytest.raises(errors.InputError, match='rows=4 must divide over 8'):
+    program_lib.programs(shapes(), mesh)
+
+
+def test_recipes_that_need_no_scores_have_no_program_for_them():
+  config = functools.partial(program_lib.Shapes, **{
+      k: v for k, v in vars(shapes()).items() if k != 'scored'
+  })
+  made = program_lib.programs(config(scored=False), sharding.make_mesh())
+  assert made.keys() == {'train', 'init'}
