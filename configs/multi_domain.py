@@ -84,6 +84,7 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
 
 def _smoke(config):
   config.steps = 2
+  config.optimizer.warmup_steps = 1
   config.model.source = 'scratch:tiny'
   config.domains.heldout = 4
   config.domains.validation = 2

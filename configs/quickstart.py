@@ -86,11 +86,12 @@ def _smoke(config):
   config.domains.names = ('tiny_first', 'tiny_sort')
   config.domains.heldout = 8
   config.domains.validation = 4
+  config.domains.num_shots = 0
   config.rollout.prompts = 4
   config.rollout.max_new = 6
   config.evaluation.slots = 8
   config.evaluation.admit = 8
   config.train.groups = 4
-  config.warmup.steps = 28
+  config.warmup.steps = 36
   config.optimizer.learning_rate = 3e-4
   config.checkpoint.every = 2

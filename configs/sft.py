@@ -3,8 +3,11 @@
   tools/run sft                    SmolLM2-135M-Instruct
   tools/run sft:smoke              the same program on a tiny random model
 
-It learns to answer as the checkers of six domains want it. Then, to go on with
-reinforcement learning from its result:
+It learns to answer as the checkers of six domains want it. Measured with seed
+0 on two CPU cores, 320 CPU seconds and 6.4 GB with a save in flight: the mean
+over the domains' held-out tasks goes from 0.30 [0.27, 0.33] to 0.74
+[0.70, 0.77] at T = 1, and from 0.56 to 0.81 greedy. To go on with
+reinforcement learning from there:
 
   tools/run quickstart --config.model.source=runs/sft/model \\
     --workdir=runs/quickstart-after-sft

@@ -1,7 +1,17 @@
-"""A study on two cores: a model of one million bytes-in parameters, from zero.
+"""A study on two cores: a byte model of 1M parameters, from random numbers.
 
-  tools/run tiny                   SFT warm-up, then 60 steps of RL
+  tools/run tiny                   60 supervised updates, then 60 steps of RL
   tools/run tiny:smoke             two steps of the same
+
+What it reaches on 64 held-out tasks of each of four domains, two CPU cores,
+40 to 45 CPU seconds (mean over domains at T = 1; intervals of 95 %):
+
+  seed   after the warm-up     after RL            greedy
+  0      0.55 [0.50, 0.59]     0.78 [0.74, 0.82]   0.72 -> 0.84
+  1      0.64 [0.60, 0.67]     0.93 [0.90, 0.95]   0.73 -> 0.97
+  2      0.46 [0.42, 0.50]     0.73 [0.69, 0.77]   0.62 -> 0.78
+
+At twice the learning rate it unlearns what it could copy.
 """
 
 import ml_collections
@@ -75,6 +85,7 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
 
 def _smoke(config):
   config.steps = 2
+  config.optimizer.warmup_steps = 1
   config.domains.heldout = 8
   config.domains.validation = 4
   config.warmup.steps = 4

@@ -45,6 +45,8 @@ def learn(config, workdir, parts):
       displays.Display(config.steps) as display,
       workers.WorkerPool(WORKERS) as pool,
   ):
+    from etils import epath
+
     from rlpost import sharding
     from rlpost.training import compilation, outcome
 
@@ -58,10 +60,14 @@ def learn(config, workdir, parts):
     display.note(f'workdir: {os.path.abspath(workdir)}')
     scorer = scoring.Scorer(pool)
     run = build(config, scorer, display)
+    constants = {}
     with display.phase('checking the checkers', quiet=True):
-      for pools in run.tasks.pools.values():
+      for name, pools in run.tasks.pools.items():
         scoring.canary(scorer, pools.heldout)
+        answer, score = scoring.best_constant(scorer, pools.heldout)
+        constants[name] = {'answer': answer, 'score': score}
     launching.settle_config(config, workdir)
+    outcome.write_json(epath.Path(workdir) / 'constants.json', constants)
     with sharding.use(run.mesh):
       loop(
           run, workdir, display, stop_asked=lambda: bool(asked),

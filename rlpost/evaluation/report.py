@@ -110,7 +110,9 @@ def result_rows(result: Mapping) -> list[dict[str, Any]]:
   ]
 
 
-def heldout_table(before: Mapping, after: Mapping) -> str:
+def heldout_table(
+    before: Mapping, after: Mapping, constants: Mapping | None = None
+) -> str:
   """Held-out results per domain, before and after, as text.
 
   Means with 95 % intervals, sampled at T = 1 and greedy, the tasks behind them,
@@ -118,10 +120,13 @@ def heldout_table(before: Mapping, after: Mapping) -> str:
 
   Args:
     before, after: results.
+    constants: {domain: {'answer', 'score'}}, the best answer that never reads
+      the question.
   """
   kinds = [(SAMPLED, 'T = 1'), (GREEDY, 'greedy')]
   kinds = [k for k in kinds if k[0] in before and k[0] in after]
-  head = ['held-out']
+  head = ['held-out'] + ['constant'] * bool(constants)
+  left = len(head) + 2 * len(kinds)
   for _, label in kinds:
     head += [f'{label} before', f'{label} after']
   head += ['n', 'invalid', 'infra']
@@ -129,12 +134,14 @@ def heldout_table(before: Mapping, after: Mapping) -> str:
   sides = after[SAMPLED]['domains'], before[SAMPLED]['domains']
   for name in sorted(sides[0] | sides[1]):
     cells = [name]
+    if constants:
+      cells += [f'{constants[name]["score"]:.2f}' if name in constants else '-']
     for kind, _ in kinds:
       parts = (r[kind]['domains'].get(name) for r in (before, after))
       cells += [_interval(part) for part in parts]
     counts = sides[0].get(name) or sides[1][name]
     lines.append(cells + [str(counts[k]) for k in ('n', 'invalid', 'infra')])
-  mean = ['mean of domains']
+  mean = ['mean of domains'] + [''] * bool(constants)
   for kind, _ in kinds:
     mean += [_interval(r[kind]['mean']) for r in (before, after)]
   counts = after[SAMPLED]['domains'].values()
@@ -144,7 +151,7 @@ def heldout_table(before: Mapping, after: Mapping) -> str:
   widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
   texts = [
       '  '.join(
-          cell.ljust(w) if i <= 2 * len(kinds) else cell.rjust(w)
+          cell.ljust(w) if i < left else cell.rjust(w)
           for i, (cell, w) in enumerate(zip(line, widths, strict=True))
       ).rstrip()
       for line in lines

@@ -43,10 +43,14 @@ def finished(workdir, steps: int) -> bool:
 
 def show(workdir, display) -> None:
   """Prints the table of a finished run."""
-  results = report.read_results(workdir)
-  display.note(report.heldout_table(results[min(results)],
-                                    results[max(results)]))
-  display.note(f'curves: {epath.Path(workdir) / "curves.png"}')
+  workdir = epath.Path(workdir)
+  results, constants = report.read_results(workdir), None
+  if (workdir / 'constants.json').exists():
+    constants = json.loads((workdir / 'constants.json').read_text())
+  table = report.heldout_table(
+      results[min(results)], results[max(results)], constants
+  )
+  display.note(f'{table}\ncurves: {workdir / "curves.png"}')
 
 
 def write_json(path: epath.Path, value) -> None:

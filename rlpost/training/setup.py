@@ -135,6 +135,12 @@ def make_tasks(
   """
   if not names:
     raise errors.InputError('config.domains.names is empty; name one domain.')
+  forms = {form or table.load(name).form for name in names}
+  if num_shots > 0 and 'plain' not in forms:
+    raise errors.InputError(
+        f'domains.{num_shots=} shows nothing: only plain prompts have '
+        f'examples, and these are {", ".join(sorted(forms))}; take 0.'
+    )
 
   def load(name):
     domain = table.load(name)

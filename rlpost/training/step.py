@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from rlpost import sharding, types
+from rlpost import errors, sharding, types
 from rlpost.algorithms import aggregation, diagnostics, recipes
 from rlpost.models import transformer
 from rlpost.models.config import ModelConfig
@@ -44,6 +44,17 @@ class StepConfig:
   chunk: int = 512
   clip_norm: float = 1.0
   dtype: str = 'float32'
+
+  def __post_init__(self):
+    # Here, for a program is traced minutes after a run began.
+    for name, known in (
+        ('backend', ('dense', 'blockwise')), ('remat', transformer.REMAT),
+        ('dtype', ('float32', 'bfloat16', 'float16')),
+    ):
+      if getattr(self, name) not in known:
+        raise errors.InputError(
+            f'{name}={getattr(self, name)!r} must be one of {sorted(known)}.'
+        )
 
 
 def outputs(config: StepConfig, params, rows: types.Batch):

@@ -158,6 +158,7 @@ def test_the_layout_of_a_group_row():
   assert batch.advantage[0].tolist() == [2] * 5 + [-1] + [0] * 9
   assert batch.group[0].tolist() == [10] * 6 + [0] * 9
   assert batch.domain[0].tolist() == [6] * 6 + [0] * 9
+  np.testing.assert_allclose(batch.temperature[0], [0.7] * 6 + [1] * 9)
   # The value of a verdict stands once, at its last token.
   assert batch.reward[0].tolist() == [0] * 5 + [0.25] + [0] * 9
   for leaf in batch:

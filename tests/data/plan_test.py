@@ -51,6 +51,15 @@ def test_300_domains_with_few_prompts_a_step():
   assert set(total) == set(weights)
 
 
+def test_every_step_has_its_own_ties_and_order():
+  p = make(dict.fromkeys('abc', 1.0), prompts=3)
+  orders = {tuple(name for name, _ in p.next()) for _ in range(60)}
+  assert len(orders) == 6
+  p = make(dict.fromkeys('abcd', 1.0), prompts=1)
+  rounds = {tuple(p.next()[0][0] for _ in range(4)) for _ in range(60)}
+  assert len(rounds) > 16 and all(len(set(r)) == 4 for r in rounds)
+
+
 @pytest.mark.parametrize('floor', [0.0, 0.3, 0.9, 1.0])
 def test_shares_solve_their_equation(floor):
   rng = np.random.default_rng(1)

@@ -15,7 +15,7 @@ from rlpost.models import transformer
 from rlpost.models.config import ModelConfig
 from rlpost.ops.attention import Where, attention, causal
 from rlpost.weights import hf_config, safetensors
-from tests import reference
+from tests import compilation, reference
 from tests.ops import attention_oracle
 
 FIXTURES = pathlib.Path(__file__).parents[1] / 'fixtures'
@@ -23,12 +23,6 @@ CONFIG = ModelConfig(
     vocab_size=24, width=16, num_layers=2, num_heads=4, num_kv_heads=2,
     head_dim=4, hidden=20, tied=False, value_head=True,
 )
-
-
-def compiled(function, *arguments):
-  """An executable that took little time to make."""
-  lowered = jax.jit(function).lower(*arguments)
-  return lowered.compile({'xla_backend_optimization_level': 0})
 
 
 def hidden(config, params, tokens_BT, where, **choices):
@@ -84,7 +78,9 @@ def test_logits_equal_those_of_transformers(case):
   golden = np.load(FIXTURES / 'llama_logits.npz')
   tokens_BT = golden[f'{folder}/tokens'][None]
   where = causal(jnp.zeros(tokens_BT.shape, jnp.int32))
-  run = compiled(functools.partial(logits, config), params, tokens_BT, where)
+  run = compilation.compiled(
+      functools.partial(logits, config), params, tokens_BT, where
+  )
   found = run(params, tokens_BT, where)[0]
   wanted = golden[case]
   np.testing.assert_allclose(found[-len(wanted) :], wanted, atol=2e-4)
@@ -97,7 +93,9 @@ def test_logits_of_packed_rows_equal_the_reference(tied, theta):
   config = dataclasses.replace(CONFIG, tied=tied, rope_theta=theta)
   params = reference.random_params(config, seed=1)
   where, tokens_BT = packed_rows(), random_tokens((2, 10))
-  run = compiled(functools.partial(logits, config), params, tokens_BT, where)
+  run = compilation.compiled(
+      functools.partial(logits, config), params, tokens_BT, where
+  )
   seen_BTS = attention_oracle.seen_BTS(where, where)
   real = where.segment >= 0
   # The reference has no padding: let such tokens look at themselves.
@@ -115,7 +113,7 @@ def test_the_rotary_base_and_distances_act(params):
   tokens_BT = random_tokens((1, 8))
   where = causal(jnp.zeros((1, 8), jnp.int32))
   made = {
-      theta: compiled(
+      theta: compilation.compiled(
           functools.partial(
               logits, dataclasses.replace(CONFIG, rope_theta=theta)
           ),
@@ -160,7 +158,7 @@ def gradients(params):
       if (stacked, remat) == (True, 'dots'):
         out[stacked, remat] = None, None, products
         continue
-      run = lowered.compile({'xla_backend_optimization_level': 0})
+      run = lowered.compile(compilation.FAST)
       value, grads = run(whole, *rest)
       grads = transformer.unstack(grads) if stacked else grads
       out[stacked, remat] = value, grads, products
@@ -232,7 +230,7 @@ def test_a_gradient_flows_from_what_is_seen_and_from_nothing_else(params):
     return (h_BTD * jnp.arange(1.0, 17)[None, None]).sum(-1)
 
   table = params['embed/table']
-  run = compiled(jax.jacrev(outputs), table)
+  run = compilation.compiled(jax.jacrev(outputs), table)
   flow = np.abs(run(table)).max(-1)  # [B, T, V]
   seen_BTS = attention_oracle.seen_BTS(where, where)
   # A token always knows itself: the residual stream.

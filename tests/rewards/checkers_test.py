@@ -24,6 +24,8 @@ CASES = [
     ('json_fields', {}, '{"a": 5}', ['{"a": 5}', ' {"a":5} '],
      ['{"a": "5"}', '{"a": 5, "b": 1}', '{}', '[5]', '{"a": 5', '{"a": true}',
       '{"a": 1, "a": 5}', '{"a": NaN}', "{'a': 5}"]),
+    # Equal in Python, and not in JSON.
+    ('json_fields', {}, '{"a": 1}', ['{"a":1}'], ['{"a": true}', '{"a": 1.0}']),
     ('reasoning_gym', {'dataset': 'gcd'}, '12', ['12', ' 12'],
      ['6', 'the answer is 12', '12 12']),
     ('reasoning_gym', {'dataset': 'chain_sum'}, '-12', ['-12', '-12.0'],

@@ -17,7 +17,7 @@ from rlpost.rollouts import engine as engines
 from rlpost.training import programs as program_lib
 from rlpost.training import state as states
 from rlpost.training import step as steps
-from tests import reference
+from tests import compilation, reference
 from tests.training import batches
 
 MODEL = ModelConfig(
@@ -46,9 +46,9 @@ SETTINGS = {
         2, 2, admit=1, refill=2, prefix_len=6, prompt_len=7, width=BUDGET + 3
     ),
     'no shared prefix': Setting(3, 4, prefix_len=0, prompt_len=10),
-    'stacked parameters': Setting(2, 2, prefixes=2, stacked=True),
-    'mesh': Setting(
-        4, 3, prefixes=3, mesh={'data': 2, 'fsdp': 2, 'tensor': 2}
+    'stacked on a mesh': Setting(
+        4, 3, prefixes=3, stacked=True,
+        mesh={'data': 2, 'fsdp': 2, 'tensor': 2},
     ),
 }
 
@@ -92,9 +92,9 @@ def generate(name, params, asked, root=ROOT, version=0, engine=None):
     ]
   engine = engine or programs(name)[1]
   mesh = sharding.make_mesh(**setting.mesh)
-  level = {'xla_backend_optimization_level': 0}
   with (
-      sharding.use(mesh), mock.patch.object(program_lib, 'CPU_OPTIONS', level)
+      sharding.use(mesh),
+      mock.patch.object(program_lib, 'CPU_OPTIONS', compilation.FAST),
   ):
     batches_ = engine.generate(
         place(name, params), version, asked, jax.random.key(root), BUDGET

@@ -5,7 +5,6 @@ groups. Behaviour and reference log-probs lie around the model's own, so that
 ratios fall on both sides of every clip.
 """
 
-import jax
 import numpy as np
 
 from rlpost import types
@@ -27,12 +26,6 @@ SIZES = (
     (6, (4, 1, 3), 1.0), (2, (2, 4), 0.7), (4, (1, 2, 1), 1.3), (1, (3,), 1.0)
 )
 SEQUENCES = sum(len(answers) for _, answers, _ in SIZES)
-
-
-def compiled(function, *arguments):
-  """An executable that took little time to make."""
-  lowered = jax.jit(function).lower(*arguments)
-  return lowered.compile({'xla_backend_optimization_level': 0})
 
 
 def oracle_logp(config, params, tokens, temperature=1.0):

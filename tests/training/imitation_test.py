@@ -18,7 +18,7 @@ from rlpost.training import imitation, setup
 from rlpost.training import programs as program_lib
 from rlpost.training import state as states
 from rlpost.training import step as steps
-from tests import reference
+from tests import compilation, reference
 from tests.training import batches
 
 CONFIG = steps.StepConfig(batches.MODEL, imitation.RECIPE, chunk=5)
@@ -46,7 +46,7 @@ def documents():
 def learn(params):
   """(loss, gradient) of two rows, with one executable."""
   blank = packing.micro_batches(packing.blank(2, LENGTH, SLOTS), 1)
-  program = batches.compiled(
+  program = compilation.compiled(
       lambda p, b: steps.gradient(CONFIG, p, {}, b)[:2], params, blank
   )
 

@@ -15,7 +15,7 @@ from rlpost.rollouts import engine as engines
 from rlpost.training import programs as program_lib
 from rlpost.training import state as states
 from rlpost.training import step as steps
-from tests import reference
+from tests import compilation, reference
 from tests.training import batches
 
 # 1, 2, 4 and 8 devices; every axis is split somewhere, one model is stacked.
@@ -45,8 +45,7 @@ def shapes(stacked=False, trainable='.*', name='grpo', **more):
 
 @pytest.fixture(autouse=True)
 def fast_compilation():
-  options = {'xla_backend_optimization_level': 0}
-  with mock.patch.object(program_lib, 'CPU_OPTIONS', options):
+  with mock.patch.object(program_lib, 'CPU_OPTIONS', compilation.FAST):
     yield
 
 
@@ -57,7 +56,7 @@ def params():
 
 @pytest.fixture(scope='module')
 def batch(params):
-  """[2, 4, ...] with three rows of padding among them, and one overlong."""
+  """[2, 4, ...]: all groups, one of them twice, among rows of padding."""
   rows = batches.packed(batches.groups(params))
   rows = batches.rows(rows, [3, -1, 0, 2, -1, 1, -1, 0])
   return packing.micro_batches(rows, MICRO)
@@ -87,9 +86,13 @@ def two_updates(name, params, batch):
     for weight in (1.0, 0.5):
       old = made['score'](state.trainable, batch, count)
       out['scores'].append(jax.device_get(old))
+      before = state
       state, report = made['train'](
           state, {}, batch, count, np.float32(weight), old
       )
+      if weight == 1:  # later ones have been read, which keeps them
+        assert all(x.is_deleted() for x in jax.tree.leaves(before))
+        assert not old.is_deleted()
       out['reports'].append(jax.device_get(report))
       out['params'].append(host(state.trainable))
   moments = next(s for s in state.opt if hasattr(s, 'mu'))
@@ -98,7 +101,7 @@ def two_updates(name, params, batch):
       k: {v.sharding, moments.mu[k].sharding, moments.nu[k].sharding}
       for k, v in state.trainable.items()
   }
-  out['compilations'] = {k: p.compilations for k, p in made.items()}
+  out['programs'], out['state'] = made, state
   return out
 
 
@@ -144,8 +147,7 @@ def test_parameters_and_moments_lie_where_the_table_says(params, batch, name):
   for key, found in result(name, params, batch)['shardings'].items():
     assert found == {known.params[key].sharding}, key
   parts = {
-      len(x.sharding.device_set) // x.sharding.num_devices * np.prod(x.shape)
-      // np.prod(x.sharding.shard_shape(x.shape))
+      np.prod(x.shape) // np.prod(x.sharding.shard_shape(x.shape))
       for x in known.params.values()
   }
   split = sizes.get('fsdp', 1) * sizes.get('tensor', 1)
@@ -153,55 +155,41 @@ def test_parameters_and_moments_lie_where_the_table_says(params, batch, name):
 
 
 def test_each_program_is_compiled_once_for_any_data(params, batch):
-  made = two_updates('one', params, batch)['compilations']
-  assert set(made.values()) == {1}
-  # And nothing else is compiled on the way, once every shape has been seen.
-  compiled = []
+  made = result('one', params, batch)
+  programs, state = made['programs'], made['state']
+  events = []
   jax.monitoring.register_event_duration_secs_listener(
-      lambda event, _, **__: compiled.append(event)
+      lambda event, *_, **__: events.append(event)
       if 'backend_compile' in event else None
   )
-  mesh = sharding.make_mesh()
-  config = shapes()
-  with sharding.use(mesh):
-    programs = program_lib.programs(config, mesh)
-    state = programs['init'](placed(config, mesh, params))
-    assert compiled, 'the event has another name'
-    for i in range(4):
-      if i == 1:
-        compiled.clear()
+  jax.jit(lambda x: x + 3.25)(np.arange(7)).block_until_ready()
+  assert events, 'the event has another name'
+  events.clear()
+  with sharding.use(sharding.make_mesh()):
+    for i in range(3):
+      count = np.int32(1 + i % 2)
       moved = batch._replace(advantage=batch.advantage * (i + 1))
-      old = programs['score'](state.trainable, moved, np.int32(1 + i % 2))
+      old = programs['score'](state.trainable, moved, count)
       state, report = programs['train'](
-          state, {}, moved, np.int32(1 + i % 2), np.float32(0.5 + i), old
+          state, {}, moved, count, np.float32(0.5 + i), old
       )
       jax.device_get(report)
-  assert not compiled
+  made['state'] = state
+  assert not events
+  assert {p.compilations for p in programs.values()} == {1}
 
 
-def test_the_state_is_given_away_and_nothing_else(params, batch):
+def test_the_state_is_given_away_and_nothing_else():
   mesh = sharding.make_mesh()
   config = shapes(trainable='layers/.*')
-  with sharding.use(mesh):
-    programs = program_lib.programs(config, mesh)
-    known = program_lib.abstract(config, mesh)
-    text = programs['train'].lower().as_text()
-    leaves = len(jax.tree.leaves(known.state))
-    assert text.count('tf.aliasing_output') == leaves
-    whole = placed(config, mesh, params)
-    trainable, frozen = states.partition(whole, config.trainable)
-    state = programs['init'](trainable)
-    old = programs['score'](
-        states.union(state.trainable, frozen), batch, np.int32(MICRO)
-    )
-    new, _ = programs['train'](
-        state, frozen, batch, np.int32(MICRO), np.float32(1), old
-    )
-  assert all(x.is_deleted() for x in jax.tree.leaves(state))
-  assert not any(x.is_deleted() for x in jax.tree.leaves((new, frozen, old)))
-  for key, value in host(frozen).items():
-    np.testing.assert_array_equal(value, params[key])
-  assert int(new.step) == 1 and not new.trainable.keys() & frozen.keys()
+  program = program_lib.programs(config, mesh)['train']
+  state, frozen, *_ = program.arguments
+  assert state.trainable.keys() | frozen.keys() == transformer.spec(
+      batches.MODEL
+  ).shapes.keys()
+  assert sorted(frozen) == ['embed/table', 'norm/scale']
+  given = program.lower().as_text().count('tf.aliasing_output')
+  assert given == len(jax.tree.leaves(state))
 
 
 ENGINE = engines.EngineConfig(

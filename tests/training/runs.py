@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import io
 import itertools
 import json
@@ -12,6 +13,7 @@ from unittest import mock
 
 from configs import quickstart
 from rlpost import sharding, types
+from rlpost.domains import tiny
 from rlpost.evaluation import report
 from rlpost.models import config as model_configs
 from rlpost.rewards import checkers, scoring
@@ -37,6 +39,9 @@ SMALL = {
   'evaluation.admit': 4,
   'checkpoint.keep_latest': 2,
 }
+LONG = dataclasses.replace(
+  tiny.FIRST, generate=functools.partial(tiny.first, size=14)
+)
 _programs = {}
 
 
@@ -82,7 +87,7 @@ class Broken(Parity):
 
 def fault(answer: str) -> str | None:
   """Which answers `check_with_faults` hangs on, or dies of."""
-  return {0: 'hang', 1: 'die'}.get(sum(answer.strip().encode()) % 12)
+  return {0: 'hang', 1: 'die'}.get(sum(answer.strip().encode()) % 16)
 
 
 def check_with_faults(items):
@@ -99,16 +104,16 @@ def config(**changes):
   """`quickstart:smoke`, smaller still; `changes` by dotted key."""
   config = quickstart.get_config('smoke')
   with config.unlocked():
-    config.update_from_flattened_dict(SMALL | changes)
+    for key, value in (SMALL | changes).items():
+      section, _, name = key.rpartition('.')
+      part = config[section] if section else config
+      part[name] = value
   return config
 
 
 @contextlib.contextmanager
-def started(workdir, scorer=None, stop_asked=lambda: False, **changes):
-  """A loop over a workdir; `text` of it is what the display said."""
-  settings = config(**changes)
-  text = io.StringIO()
-  display = displays.Display(settings.steps, text, live=False)
+def quick(settings):
+  """Runs inside it have the model `test`, compiled once and in little time."""
   make = programs.programs
 
   def once(shapes, mesh, say=None):
@@ -116,7 +121,7 @@ def started(workdir, scorer=None, stop_asked=lambda: False, **changes):
     del say
     made = make(shapes, mesh)
     alike = repr((dataclasses.replace(shapes, optimizer=None), mesh.shape))
-    optimizer = f'{settings.optimizer} {settings.warmup} {settings.train}'
+    optimizer = f'{settings.optimizer} {settings.train.updates}'
     if settings.optimizer.decay != 'constant':
       optimizer += str(settings.steps)
     for name, program in made.items():
@@ -130,6 +135,16 @@ def started(workdir, scorer=None, stop_asked=lambda: False, **changes):
     mock.patch.object(programs, 'CPU_OPTIONS', fast),
     mock.patch.dict(model_configs.CONFIGS, {'test': MODEL}),
   ):
+    yield
+
+
+@contextlib.contextmanager
+def started(workdir, scorer=None, stop_asked=lambda: False, **changes):
+  """A loop over a workdir; `text` of it is what the display said."""
+  settings = config(**changes)
+  text = io.StringIO()
+  display = displays.Display(settings.steps, text, live=False)
+  with quick(settings):
     run = setup.build(settings, scorer or Parity(), display)
     with sharding.use(run.mesh):
       story = loop.Loop(run, workdir, display, stop_asked, lambda: 0)

@@ -13,7 +13,7 @@ from rlpost.algorithms import recipes
 from rlpost.data import packing
 from rlpost.training import state as states
 from rlpost.training import step as steps
-from tests import reference
+from tests import compilation, reference
 from tests.training import batches
 
 OVERRIDES = {
@@ -69,7 +69,7 @@ def program(name, micro, layout, backend):
   blank = packing.blank(ROWS, batches.LENGTH, batches.SLOTS)
   blank = packing.micro_batches(blank, micro)
   params = reference.random_params(batches.MODEL)
-  return batches.compiled(
+  return compilation.compiled(
       functools.partial(report, config), params, blank, np.int32(1),
       blank.mask,
   )
@@ -163,24 +163,21 @@ def test_prompts_padded_on_the_left_equal_those_on_the_right(
   agree(run(recipe, params, left, count), wanted)
 
 
-WAYS = {
-    'one blockwise': {'micro': 1, 'backend': 'blockwise'},
-    'two with the layout known': {'micro': 2, 'layout': batches.LAYOUT},
-}
+BLOCKWISE = {'micro': 1, 'backend': 'blockwise'}
+LAYOUT = {'micro': 2, 'layout': batches.LAYOUT}
 
 
-@pytest.mark.parametrize('way', WAYS)
-@pytest.mark.parametrize('name', ['grpo', 'gspo'])
+@pytest.mark.parametrize('name, way', [('grpo', BLOCKWISE), ('gspo', LAYOUT)])
 def test_other_attention_in_one_or_two_micro_batches(params, batch, name, way):
   wanted = run(name, params, separate(batch))
   rows = batches.poisoned(split(batch, 'one row each, permuted')[0], np.nan)
-  agree(run(name, params, rows, WAYS[way]['micro'], **WAYS[way]), wanted)
+  agree(run(name, params, rows, way['micro'], **way), wanted)
 
 
 def test_columns_may_stand_in_any_order(params, batch):
   wanted = run('grpo', params, separate(batch))
   rows, count = split(batch, 'in order')
-  for seed, way in enumerate([{}, WAYS['one blockwise']]):
+  for seed, way in enumerate([{}, BLOCKWISE]):
     rng = np.random.default_rng(seed)
     order_BT = np.argsort(rng.random(rows.tokens.shape), axis=1)
     found = run('grpo', params, batches.columns(rows, order_BT), count, **way)
@@ -225,7 +222,7 @@ def scored(params):
           batches.MODEL, recipe('grpo'), layout=batches.LAYOUT, chunk=16,
           dtype=dtype,
       )
-      made[dtype] = batches.compiled(
+      made[dtype] = compilation.compiled(
           functools.partial(steps.score, config), params, batch, np.int32(1)
       )
     return jax.device_get(made[dtype](params, batch, np.int32(count)))
@@ -320,7 +317,7 @@ def update(params, batch):
     )
 
   arguments = in_three(batch), np.int32(2), np.float32(1)
-  made = batches.compiled(function, trainable, frozen, *arguments)
+  made = compilation.compiled(function, trainable, frozen, *arguments)
 
   def apply(batch, weight=1.0, trainable=trainable):
     state, report = made(
@@ -424,7 +421,8 @@ def test_values_are_the_critics_and_never_scaled_by_temperature(params, batch):
   kernel = np.random.default_rng(3).normal(size=(1, 16)).astype(np.float32)
   whole = params | {'value/kernel': kernel}
   plain = separate(batch)
-  out = jax.jit(functools.partial(steps.outputs, config))(whole, plain)
+  function = functools.partial(steps.outputs, config)
+  out = compilation.compiled(function, whole, plain)(whole, plain)
   value_BK = np.asarray(out.value_BK)
   for b in range(batches.SEQUENCES):
     n = (plain.segment[b] == 0).sum()
