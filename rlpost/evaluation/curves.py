@@ -239,7 +239,7 @@ def _health_panel(axes, title, unit, pairs, last):
   axes.set_title(unit, loc='right', color=QUIET, fontsize=8)
   _trend(axes, pairs, 1.4)
   _steps_axis(axes, last)
-  axes.set_ylim(0, 1.15 * max([v for _, v in pairs] + [1e-9]))
+  axes.set_ylim(0, 1.15 * (max((v for _, v in pairs), default=0) or 1))
   axes.yaxis.get_major_locator().set_params(nbins=3)
 
 

@@ -57,8 +57,17 @@ def estimates(verdicts: Mapping) -> dict[str, statistics.Estimate]:
 
 
 def to_json(result: Result) -> dict:
-  """A result as `report` reads it."""
-  out = {report.SAMPLED: report.result_json(estimates(result.sampled))}
-  if any(result.greedy.values()):
-    out[report.GREEDY] = report.result_json(estimates(result.greedy))
+  """A result as `report` reads it, with every verdict under `tasks`."""
+  sides = {report.SAMPLED: result.sampled, report.GREEDY: result.greedy}
+  out = {}
+  for kind, verdicts in sides.items():
+    if any(verdicts.values()):
+      out[kind] = report.result_json(estimates(verdicts))
+      out[kind]['tasks'] = {
+          name: {
+              key: [v.value if v.valid else v.status for v in found]
+              for key, found in tasks.items()
+          }
+          for name, tasks in verdicts.items()
+      }
   return out

@@ -15,7 +15,7 @@ from tests.training import runs
 POINTS = {
   'warm-up': 5,
   'before': 1,
-  'rollout': 3,
+  'rollout': 2,
   'checking': 4,
   'update': 5,
   'metrics': 9,

@@ -1,5 +1,6 @@
 """The loop: exact continuation, bad numbers, bad answers, one of each fault."""
 
+import dataclasses
 import errno
 import json
 import shutil
@@ -360,13 +361,15 @@ def test_full_disk_ends_the_run_and_the_same_command_goes_on(
   runs.same(runs.results(half), runs.results(whole[0]))
 
 
+REFERENCE = {
+  'recipe.kl': 'k1', 'recipe.kl_place': 'reward',
+  'recipe.kl_coefficient': 0.5, 'recipe.anchor': 'old', 'train.updates': 2,
+  'optimizer.learning_rate': 1e-2,
+}
+
+
 def test_reference_old_anchor_and_further_updates_together(tmp_path):
-  changes = {
-    'recipe.kl': 'k1', 'recipe.kl_place': 'reward',
-    'recipe.kl_coefficient': 0.5, 'recipe.anchor': 'old', 'train.updates': 2,
-    'optimizer.learning_rate': 1e-2,
-  }
-  with runs.started(tmp_path, **changes) as story:
+  with runs.started(tmp_path, **REFERENCE) as story:
     story.restore()
     first = jax.device_get(story.run.state.trainable)
     groups = story.rollouts()
@@ -379,3 +382,27 @@ def test_reference_old_anchor_and_further_updates_together(tmp_path):
       np.testing.assert_array_equal(value, first[name])
     penalty = story._kl_penalty(story.rollouts())
     assert len(penalty) == 16 and np.mean(list(penalty.values())) < -1e-3
+
+
+def test_kl_in_the_reward_costs_each_answer_its_own_log_ratio(tmp_path):
+  """Minus coefficient x sum over the answer of log p - log p_reference."""
+  with runs.started(tmp_path, **REFERENCE) as story:
+    story.restore()
+    groups = story.rollouts()
+    own = story._kl_penalty(groups)  # the policy still is the reference
+    gaps, moved = {}, []
+    for group in groups:
+      more = [0.1 * (1 + t.sample) * t.sampled for t in group.trajectories]
+      gaps |= {
+        (t.group, t.sample): gap.sum()
+        for t, gap in zip(group.trajectories, more, strict=True)
+      }
+      moved.append(dataclasses.replace(group, trajectories=tuple(
+        dataclasses.replace(t, logp=(t.logp + gap).astype(np.float32))
+        for t, gap in zip(group.trajectories, more, strict=True)
+      )))
+    found = story._kl_penalty(moved)
+  assert found.keys() == own.keys() == gaps.keys() and len(gaps) == 16
+  np.testing.assert_allclose(list(own.values()), 0, atol=1e-4)
+  for key, gap in gaps.items():
+    np.testing.assert_allclose(found[key], -0.5 * gap, atol=1e-4)
