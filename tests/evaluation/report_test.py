@@ -72,6 +72,7 @@ def test_the_summary_has_exactly_its_keys(tmp_path):
   assert set(summary) == {
       'heldout', 'heldout_greedy', 'cpu_s', 'first_reward_cpu_s',
       'peak_rss_bytes', 'steps', 'nondeterministic_events', 'state_sha256',
+      'paired',
   }
   for kind in ('heldout', 'heldout_greedy'):
     assert set(summary[kind]) == {'domains', 'mean'}
