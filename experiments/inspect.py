@@ -13,7 +13,7 @@ from absl import flags
 from experiments import launching
 from rlpost import errors
 
-STEP = flags.DEFINE_integer('step', None, 'Which step; default the latest.')
+STEP = launching.step_flag()
 JSON = flags.DEFINE_bool('json', False, 'Print one JSON object.')
 
 

@@ -10,6 +10,7 @@ that a config names and where its model comes from; `tools/run` reads that.
 import difflib
 import errno
 import faulthandler
+import functools
 import importlib.util
 import inspect
 import json
@@ -59,6 +60,12 @@ def run(main: Callable[[ml_collections.ConfigDict, str], Any]) -> NoReturn:
   except KeyboardInterrupt:
     _end('interrupted.', 130)
   sys.exit(0)
+
+
+@functools.cache
+def step_flag() -> flags.FlagHolder:
+  """`--step`, of the launchers that look at a checkpoint."""
+  return flags.DEFINE_integer('step', None, 'Which step; default the latest.')
 
 
 def _define_flags() -> None:
