@@ -68,8 +68,9 @@ def test_killed_run_goes_on_to_the_same_bits(launch, finished, tmp_path, point):
 
 @pytest.mark.slow
 def test_killed_in_compilation_with_an_empty_cache(launch, finished, tmp_path):
+  """The first program of updates is the warm-up's."""
   cache = {'RLPOST_CACHE': str(tmp_path / 'cache')}
-  result = run(launch, tmp_path / 'run', 'compilation', 1, **cache)
+  result = run(launch, tmp_path / 'run', 'compilation', 2, **cache)
   assert result.returncode == KILLED, result.stdout + result.stderr
   assert 'compiling train ...' in result.stdout.splitlines()[-1]
   finish(launch, tmp_path / 'run', **cache)

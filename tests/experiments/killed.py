@@ -28,11 +28,11 @@ from rlpost.training import (
 )
 
 
-def kill(*_):
+def kill(*_, **__):
   os.kill(os.getpid(), signal.SIGKILL)
 
 
-def terminate(*_):
+def terminate(*_, **__):
   os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -71,12 +71,18 @@ def unfinished(path, value):
   kill()
 
 
-def compiling(delay_s):
-  def start(program):
-    if program.name == 'train':
-      threading.Timer(delay_s, kill).start()
+def compiling(count, delay_s=0.3):
+  """Soon after the `count`-th program of updates has been lowered."""
+  lower, calls = programs.Program.lower, []
 
-  return start
+  def wrapped(program):
+    lowered = lower(program)
+    calls.extend([program.name] if program.name == 'train' else [])
+    if len(calls) == count:
+      threading.Timer(delay_s, kill).start()
+    return lowered
+
+  mock.patch.object(programs.Program, 'lower', wrapped).start()
 
 
 def saving(delay_s):
@@ -116,25 +122,11 @@ PATCHES = {
     checkpoint.Checkpoints, 'save', n, after=saving(0.16)
   ),
   'result': lambda n: at(outcome, 'write_json', n, unfinished),
-  'compilation': lambda n: mock.patch.object(
-    programs.Program, 'lower', _lower(0.3)
-  ).start(),
+  'compilation': compiling,
   'summary': lambda n: at(report, 'write_summary', n, kill),
   'table': lambda n: at(outcome, 'show', n, kill),
   'sigterm': lambda n: at(loop.Loop, 'update', n, terminate),
 }
-
-
-def _lower(delay_s):
-  lower = programs.Program.lower
-
-  def wrapped(program):
-    lowered = lower(program)
-    if program.name == 'train':
-      threading.Timer(delay_s, kill).start()
-    return lowered
-
-  return wrapped
 
 
 if __name__ == '__main__':

@@ -121,9 +121,14 @@ def requests():
   return out
 
 
+@functools.cache
+def _params():
+  return reference.random_params(MODEL, scale=0.3)
+
+
 @pytest.fixture(scope='module')
 def params():
-  return reference.random_params(MODEL, scale=0.3)
+  return _params()
 
 
 @functools.cache
@@ -131,7 +136,7 @@ def _result(name):
   asked = requests()
   if name != 'wide':
     asked = asked[::-1]
-  return generate(name, reference.random_params(MODEL, scale=0.3), asked)
+  return generate(name, _params(), asked)
 
 
 @pytest.fixture(params=SETTINGS)
@@ -224,6 +229,21 @@ def test_roots_groups_and_samples_draw_apart(params):
   assert equal(siblings) < 0.5
   greedy = [k for k, d in first.items() if not d.temperature]
   assert equal([(first[k], other[k]) for k in greedy]) == 1
+
+
+def test_a_model_without_opinions_draws_evenly_and_never_alike():
+  """Logits are all 0: what is left is the random stream of each token."""
+  flat = {k: np.zeros_like(v) for k, v in _params().items()}
+  found = generate('wide', flat, requests(), version=7)
+  rows = [d.tokens for d in found.values() if d.temperature]
+  for done in found.values():
+    np.testing.assert_allclose(done.logp, -np.log(40), rtol=1e-5)
+  tokens = np.concatenate(rows)
+  again = np.concatenate([t[1:] == t[:-1] for t in rows])
+  assert len(tokens) > 100 and len(set(tokens.tolist())) > 30
+  assert again.mean() < 0.1
+  starts = [tuple(t[:4]) for t in rows if len(t) >= 4]
+  assert len(set(starts)) == len(starts) > 10
 
 
 def test_new_weights_never_meet_an_old_cache(params):

@@ -95,9 +95,11 @@ def test_nothing_was_ever_saved(tmp_path):
   saved = checkpoint.Checkpoints(tmp_path)
   assert saved.restore(_targets()) is None
   assert saved.best_step() is None
-  # What a kill during the first save leaves.
-  (saved.directory / '2.orbax-checkpoint-tmp-1').mkdir()
-  again = checkpoint.Checkpoints(tmp_path)
+  # What a kill during the first save leaves, in a folder of its own: two
+  # managers of one folder would race to clean it.
+  torn = tmp_path / 'torn' / 'checkpoints' / '2.orbax-checkpoint-tmp-1'
+  torn.mkdir(parents=True)
+  again = checkpoint.Checkpoints(tmp_path / 'torn')
   assert again.restore(_targets()) is None
   again.save(2, _items(2), wait=True)
   assert again.restore(_targets())[0] == 2

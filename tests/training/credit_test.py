@@ -19,7 +19,7 @@ GROUP_RECIPES = [
 
 def verdict(value, high=1.0):
   if isinstance(value, str):
-    return types.Verdict(value)
+    return types.Verdict(value, np.nan)  # nobody may read it
   return types.Verdict('value', value, high=high)
 
 

@@ -255,6 +255,8 @@ def test_slot_i_holds_the_log_prob_of_token_i(params, batch, scored):
   wanted = expected_logp(params, batch)
   np.testing.assert_allclose(found[:4], wanted, atol=1e-5)
   assert not found[4:].any() and not found[:4][batch.mask == 0].any()
+  dirty = scored(in_three(batches.poisoned(batch, np.nan)))
+  np.testing.assert_allclose(dirty.reshape(found.shape), found, atol=1e-6)
   # The values tell the positions and the temperatures apart.
   trained = wanted[batch.mask > 0]
   assert np.diff(np.sort(trained)).min() > 1e-4
@@ -294,6 +296,20 @@ def test_ratio_is_1_before_the_first_update_at_any_temperature(
   hot = on_policy._replace(temperature=on_policy.temperature * 1.1)
   found = run(name, params, *split(hot, 'in order'))
   assert found['metrics']['logp_gap_max'] > 1e-2
+
+
+def test_the_anchor_is_what_the_policy_said_before(params, batch):
+  """Not what it says now, nor the sampler; the correction is between those."""
+  found = run('old', params, *split(batch, 'in order'))['metrics']
+  used = batch.mask > 0
+  old, now = old_logp(batch)[used], expected_logp(params, batch)[used]
+  # Every sequence's mean is inside [0.5, 2]: the cap is all that acts.
+  weight = np.minimum(np.exp(old - batch.behavior_logp[used]), 2)
+  np.testing.assert_allclose(found['dropped'], 0)
+  np.testing.assert_allclose(found['correction'], weight.mean(), rtol=1e-5)
+  np.testing.assert_allclose(
+      found['ratio'], np.exp(now - old).mean(), rtol=1e-4
+  )
 
 
 # Updates.
