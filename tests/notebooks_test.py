@@ -93,7 +93,7 @@ def test_quickstart_shows_a_run_and_escapes_its_text(workdir, monkeypatch):
   (tokens,) = outputs['tokens']
   shown = tokens.data['text/html']
   assert '<script' not in shown and '\u202e' not in shown
-  escaped = '&lt;script&gt;a&amp;b&lt;/script&gt;\\u202e&quot;\\n'
+  escaped = '&lt;script&gt;a&amp;b&lt;/script&gt;\\u202e&quot;'
   assert shown.count(escaped) == 3  # the domain, the prompt, the reason
   assert 'value 0.25' in shown
   cells = r'<code>(.*?)</code></td><td>(.*?)</td><td>(.*?)</td>'

@@ -129,4 +129,4 @@ def test_the_command(launch, finished):
   assert (workdir / 'eval/6-seed3.json').exists()
   (workdir / 'eval/6-seed3.json').unlink()
   result = launch('experiments.evaluate', CONFIG, flag, '--step=5')
-  assert result.returncode == 2 and 'has no step 5; it has [6]' in result.stderr
+  assert result.returncode == 2 and 'has no step 5; it has [' in result.stderr

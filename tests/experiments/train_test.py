@@ -118,7 +118,7 @@ def test_bad_input_leaves_the_workdir_free(launch, tmp_path, case):
 def test_numbers_that_are_not_finite_are_exit_4(launch, tmp_path):
   result = launch(
     'experiments.train', CONFIG, f'--workdir={tmp_path}',
-    '--config.optimizer.learning_rate=1e30', '--config.optimizer.warmup_steps=0'
+    '--config.optimizer.learning_rate=inf', '--config.optimizer.warmup_steps=0'
   )
   assert result.returncode == 4, result.stdout + result.stderr
   assert re.search(r'error: step \d: .*not finite|NaN', result.stderr)

@@ -19,10 +19,8 @@ from tests.training import batches
 OVERRIDES = {
     'dr_grpo': {'length_constant': 4.0},
     # Choices that no row of the table makes.
-    'old': {
-        'anchor': 'old', 'correction': 'truncate_and_mask',
-        'entropy_coefficient': 0.1, 'kl': 'k2', 'kl_coefficient': 0.1,
-    },
+    'old': {'anchor': 'old', 'correction': 'truncate_and_mask',
+            'entropy_coefficient': 0.1, 'kl': 'k2', 'kl_coefficient': 0.1},
     'self': {'anchor': 'self', 'correction': 'token_truncation'},
 }
 NAMES = [n for n in recipes.RECIPES if n != 'ppo'] + ['old', 'self']
@@ -50,9 +48,8 @@ def old_logp(batch):
 
 def report(config, params, batch, count, old):
   """What two layouts of one batch must agree on."""
-  grads, terms, metrics, sound = steps.gradient(
-      config, params, {}, batch, count, old
-  )
+  got = steps.gradient(config, params, {}, batch, count, old)
+  grads, terms, metrics, sound = got
   numbers = steps.diagnostics.finish(metrics)
   return {'grads': grads, 'terms': terms, 'metrics': numbers}, sound
 
