@@ -229,6 +229,20 @@ def test_equal_config_resumes_and_steps_may_grow(tmp_path):
     launching.settle_config(toy(steps=30), workdir, may_grow=())
 
 
+def test_sections_that_may_change_are_stored_anew(tmp_path):
+  workdir = str(tmp_path)
+  launching.settle_config(toy(), workdir)
+  changed = toy(**{'optimizer.b1': 0.5})
+  with pytest.raises(errors.InputError, match='may change: mesh'):
+    launching.settle_config(changed, workdir)
+  launching.settle_config(changed, workdir, may_change=('optimizer',))
+  assert launching.load_config(workdir).optimizer.b1 == 0.5
+  with pytest.raises(errors.InputError, match='widths'):  # and no other
+    launching.settle_config(
+      toy(widths=(3,)), workdir, may_change=('optimizer',)
+    )
+
+
 def test_each_difference_is_shown(tmp_path):
   launching.settle_config(toy(), str(tmp_path))
   changed = toy(**{'optimizer.b1': 0.5, 'widths': (1, 3)}).unlock()
@@ -276,6 +290,24 @@ def test_a_section_is_the_arguments_of_what_it_builds():
     check(learning_rate=1e-3, key=0)
   with pytest.raises(TypeError, match='any keyword'):
     launching.check_section({}, lambda **kw: kw, 'optimizer')
+
+
+def test_a_config_is_the_sections_that_are_read():
+  sections = {
+    'steps': None, 'widths': None, 'optimizer': (lambda b1, b2: None, ())
+  }
+  launching.check_config(toy(), sections)
+  with pytest.raises(errors.InputError, match='nothing reads config.widths'):
+    launching.check_config(
+      toy(), {k: v for k, v in sections.items() if k != 'widths'}
+    )
+  with pytest.raises(errors.InputError, match='the config lacks seed'):
+    launching.check_config(toy(), sections | {'seed': None})
+  with pytest.raises(errors.InputError, match='lacks rows; build needs it'):
+    def build(*, rows):
+      return rows
+
+    launching.check_config(toy(), sections | {'train': (build, ())})
 
 
 def test_describe_says_what_tools_run_needs(folder):
