@@ -12,7 +12,6 @@ import pytest
 
 from rlpost import errors, workers
 from rlpost.domains import table
-from rlpost.rewards import scoring
 from rlpost.training import alarms, credit, metrics
 from rlpost.training.checkpoint import Checkpoints
 from tests.training import runs
@@ -75,12 +74,11 @@ def test_steps_asked_for_later_give_what_they_give_at_once(whole, tmp_path):
 def test_lines_after_the_checkpoint_are_written_anew(whole, half):
   """The copy has the metrics of steps 3 and 4, as a killed run would."""
   with (half / 'metrics.jsonl').open('a') as file:
-    file.write('{"step": 5, "cpu_s": 99')  # torn
-  before = json.loads((half / 'metrics.jsonl').open().readlines()[3])['cpu_s']
+    file.write('{"step": 5, "cpu_s": 1e6}\n{"step": 6, "cpu_s": 99')  # torn
   runs.train(half)
   runs.same(runs.results(half), runs.results(whole[0]))
   after = json.loads((half / 'metrics.jsonl').open().readlines()[2])['cpu_s']
-  assert after > before  # what the killed process used is not forgotten
+  assert after > 1e6  # what the killed process used is not forgotten
 
 
 def _continued(workdir, name=None, value=None):
@@ -204,6 +202,7 @@ def test_sigterm_saves_and_the_same_command_goes_on(whole, tmp_path, when):
     with pytest.raises(errors.SavedAfterSignal, match='goes on') as caught:
       story.train()
   step = {'before': 0, 'step 3': 3, 'after': 4}[when]
+  assert story.text.getvalue().count('validation tasks ...') == step // 2
   assert caught.value.exit_code == 75
   assert f'saved step {step} ' in str(caught.value)
   assert (tmp_path / f'checkpoints/{step}').exists()
@@ -322,20 +321,19 @@ def test_verdicts_that_are_our_fault_never_train(tmp_path):
 
 def test_checkers_that_hang_or_die_cost_their_own_answers_only(tmp_path):
   with workers.WorkerPool(2) as pool:
-    scorer = scoring.Scorer(
-      pool, cpu_s=0.1, function='tests.training.runs:check_with_faults'
-    )
-    with runs.started(tmp_path, scorer=runs.Lenient(scorer)) as story:
+    scorer = runs.Faulty(pool)
+    with runs.started(tmp_path, scorer=scorer) as story:
       story.restore()
       groups = story.rollouts()
       row = story.update(groups)
     counts, size = pool.counts, len(pool.pids)
   assert counts['timeouts'] and counts['deaths'] and size == 2
-  for group in groups:
-    for t in group.trajectories:
-      guilty = runs.fault(t.text) is not None
-      assert t.verdict.status == ('infra' if guilty else 'value'), t.text
-  assert 0 < row['infra'] < 16
+  verdicts = [t.verdict for g in groups for t in g.trajectories]
+  found = [v.status for v in verdicts]
+  assert found.count('infra') == scorer.guilty == row['infra'] > 0
+  assert found.count('value') == scorer.innocent > scorer.guilty
+  reasons = {v.reason.split(':')[0] for v in verdicts if not v.valid}
+  assert reasons == {'DeadlineError', 'DiedError'}
 
 
 # A full disk.

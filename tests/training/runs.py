@@ -6,9 +6,7 @@ import functools
 import io
 import itertools
 import json
-import os
 import types as simple
-from typing import NamedTuple
 from unittest import mock
 
 from configs import quickstart
@@ -16,7 +14,7 @@ from rlpost import sharding, types
 from rlpost.domains import tiny
 from rlpost.evaluation import report
 from rlpost.models import config as model_configs
-from rlpost.rewards import checkers, scoring
+from rlpost.rewards import scoring
 from rlpost.training import digest, loop, programs, setup
 from rlpost.training import display as displays
 from rlpost.training.checkpoint import Checkpoints
@@ -42,6 +40,7 @@ SMALL = {
 LONG = dataclasses.replace(
   tiny.FIRST, generate=functools.partial(tiny.first, size=14)
 )
+FAULTS = 'tests.training.faults:check_with_faults'
 _programs = {}
 
 
@@ -58,13 +57,27 @@ class Parity:
     return types.Verdict('value', float(sum(item.text.encode()) % 2 == 0))
 
 
-class Lenient(NamedTuple):
-  """A scorer that takes answers which were cut off for whole ones."""
+class Faulty:
+  """A scorer in workers; of 8 answers one hangs its check, and one kills it.
 
-  scorer: scoring.Scorer
+  Attributes:
+    guilty, innocent: answers so far.
+  """
+
+  def __init__(self, pool):
+    self._scorer = scoring.Scorer(pool, cpu_s=0.1, function=FAULTS)
+    self.guilty = self.innocent = 0
 
   def submit(self, items):
-    return self.scorer.submit([i._replace(stop_reason='stop') for i in items])
+    texts = ('HANG', 'DIE', *'abcdef')
+    items = [
+      item._replace(text=texts[i % 8], stop_reason='stop')
+      for i, item in enumerate(items)
+    ]
+    guilty = sum(item.text in texts[:2] for item in items)
+    self.guilty += guilty
+    self.innocent += len(items) - guilty
+    return self._scorer.submit(items)
 
 
 class Never(Parity):
@@ -83,21 +96,6 @@ class Broken(Parity):
     if len(item.checker['gold']) == 1:
       return types.Verdict('infra', reason='it died')
     return super().verdict(item)
-
-
-def fault(answer: str) -> str | None:
-  """Which answers `check_with_faults` hangs on, or dies of."""
-  return {0: 'hang', 1: 'die'}.get(sum(answer.strip().encode()) % 16)
-
-
-def check_with_faults(items):
-  """For workers: checks that go wrong."""
-  for _, answer in items:
-    while fault(answer) == 'hang':
-      pass
-    if fault(answer) == 'die':
-      os._exit(1)
-  return checkers.check_many(items)
 
 
 def config(**changes):
