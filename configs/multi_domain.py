@@ -40,8 +40,10 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
       'samples': 8,
       'max_new': 7,
       'temperature': 1.0,
+      'slots': 32,
+      'rows': 4,
       'prefixes': 17,
-      'admit': 0,
+      'admit': 8,
       'refill': 0,
   }
   config.recipe = {
@@ -71,9 +73,7 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
   config.plan = {'floor': 0.3}
   config.curriculum = {'decay': 0.97, 'explore': 0.1}
   config.reward_scale = {'decay': 0.999, 'floor': 0.1}
-  config.evaluation = {
-      'slots': 24, 'samples': 3, 'temperature': 1.0, 'admit': 6,
-  }
+  config.evaluation = {'samples': 3, 'temperature': 1.0}
   config.checkpoint = {'every': 50, 'keep_latest': 1}
   if variant == 'smoke':
     _smoke(config)
@@ -91,5 +91,5 @@ def _smoke(config):
   config.rollout.prompts = 4
   config.rollout.samples = 2
   config.train.groups = 4
-  config.evaluation.slots = 8
+  config.rollout.slots = 8
   config.checkpoint.every = 2

@@ -35,8 +35,11 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
       'samples': 8,
       'max_new': 6,
       'temperature': 1.0,
+      # Four rows fit a held-out task's attempts: one set of programs.
+      'slots': 24,
+      'rows': 4,
       'prefixes': 16,
-      'admit': 0,
+      'admit': 6,
       'refill': 0,
   }
   config.recipe = {
@@ -69,9 +72,7 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
   config.plan = {'floor': 0.5}
   config.curriculum = {'decay': 0.9, 'explore': 0.2}
   config.reward_scale = {'decay': 0.999, 'floor': 0.1}
-  config.evaluation = {
-      'slots': 24, 'samples': 3, 'temperature': 1.0, 'admit': 6,
-  }
+  config.evaluation = {'samples': 3, 'temperature': 1.0}
   config.checkpoint = {'every': 16, 'keep_latest': 1}
   if variant == 'smoke':
     _smoke(config)
@@ -89,8 +90,8 @@ def _smoke(config):
   config.domains.num_shots = 0
   config.rollout.prompts = 4
   config.rollout.max_new = 6
-  config.evaluation.slots = 8
-  config.evaluation.admit = 8
+  config.rollout.slots = 8
+  config.rollout.admit = 8
   config.train.groups = 4
   config.warmup.steps = 36
   config.optimizer.learning_rate = 3e-4

@@ -46,8 +46,10 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
       'samples': 8,
       'max_new': 6,
       'temperature': 1.0,
+      'slots': 96,
+      'rows': 4,
       'prefixes': 1,
-      'admit': 0,
+      'admit': 48,
       'refill': 0,
   }
   config.recipe = {
@@ -75,7 +77,7 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
   config.plan = {'floor': 0.5}
   config.curriculum = {'decay': 0.9, 'explore': 0.2}
   config.reward_scale = {'decay': 0.999, 'floor': 0.1}
-  config.evaluation = {'slots': 32, 'samples': 3, 'temperature': 1.0}
+  config.evaluation = {'samples': 3, 'temperature': 1.0}
   config.checkpoint = {'every': 20, 'keep_latest': 1}
   if variant == 'smoke':
     _smoke(config)
@@ -93,5 +95,6 @@ def _smoke(config):
   config.rollout.prompts = 4
   config.train.groups = 4
   config.train.rows = 4
-  config.evaluation.slots = 8
+  config.rollout.slots = 8
+  config.rollout.admit = 8
   config.checkpoint.every = 1

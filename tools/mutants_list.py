@@ -75,7 +75,7 @@ FAULTS = (
   ('rlpost/ops/attention.py', 'tests/ops/attention_test.py::test_shared_prefix_'
    'layout_equals_dense', (
     ('the window ends at the shared prompt',
-     '[visible(tail, head, window),', '[visible(tail, head, None),'),
+     'visible(tail, head, window).reshape', 'visible(tail, head, None).reshape'),
   )),
   ('rlpost/ops/logprobs.py', 'tests/ops/logprobs_test.py::test_any_chunk_'
    'equals_whole_logits', (
@@ -109,7 +109,7 @@ FAULTS = (
     ('the norm divides by the standard deviation',
      'jnp.mean(y * y, -1', 'jnp.var(y, -1'),
     ('keys are not rotated',
-     'rope_ops.rotate(qkv[:, :, H : H + J], *rope)', 'qkv[:, :, H : H + J]'),
+     'qk[:, :, H:], qkv', 'qkv[:, :, H : H + J], qkv'),
     ('a block forgets what it was given',
      'x_BTD = x_BTD + self.mlp(', 'x_BTD = self.mlp('),
   )),

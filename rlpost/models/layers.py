@@ -1,5 +1,7 @@
 """The layers of the decoder. Weights are stored [out, in]."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -37,18 +39,43 @@ def _param(key, shape, axes, scale):
   return nnx.Param(value, axes=axes)
 
 
-class RMSNorm(nnx.Module):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def rms_norm(x, scale, eps):
   """x / sqrt(mean(x^2) + eps) * scale, in fp32 (arXiv:1910.07467, eq. 4)."""
+  return _rms_norm(x, scale, eps)[0]
+
+
+def _rms_norm(x, scale, eps):
+  y = x.astype(jnp.float32)
+  inverse = jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + eps)
+  wide = scale.astype(jnp.float32)[(None,) * (x.ndim - 1)]
+  return (y * inverse * wide).astype(x.dtype), (x, scale, inverse)
+
+
+def _rms_norm_gradient(eps, residuals, g):
+  """With r = 1 / rms: dx = r (g s - x r^2 mean(g s x)), ds = sum g x r."""
+  x, scale, inverse = residuals
+  y, g = x.astype(jnp.float32), g.astype(jnp.float32)
+  lead = tuple(range(x.ndim - 1))
+  unit = y * inverse
+  d_scale = (g * unit).sum(lead).astype(scale.dtype)
+  g = g * scale.astype(jnp.float32)[(None,) * (x.ndim - 1)]
+  d_x = inverse * (g - unit * jnp.mean(g * unit, -1, keepdims=True))
+  return d_x.astype(x.dtype), d_scale
+
+
+rms_norm.defvjp(_rms_norm, _rms_norm_gradient)
+
+
+class RMSNorm(nnx.Module):
+  """`rms_norm` with its scale."""
 
   def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
     self.eps = config.norm_eps
     self.scale = _param(rngs.params(), (config.width,), ('norm',), 0)
 
   def __call__(self, x):
-    y = x.astype(jnp.float32)
-    y = y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + self.eps)
-    scale = self.scale[...].astype(jnp.float32)
-    return (y * scale[(None,) * (x.ndim - 1)]).astype(x.dtype)
+    return rms_norm(x, self.scale[...], self.eps)
 
 
 class Attention(nnx.Module):
@@ -71,14 +98,31 @@ class Attention(nnx.Module):
     H, J, P = self.heads
     B, T, _ = x_BTD.shape
     qkv = linear(x_BTD, self.qkv[...]).reshape(B, T, H + 2 * J, P)
-    q = rope_ops.rotate(qkv[:, :, :H], *rope)
-    k = rope_ops.rotate(qkv[:, :, H : H + J], *rope)
-    o, extra = attend(q, k, qkv[:, :, H + J :])
+    qk = rope_ops.rotate(qkv[:, :, : H + J], *rope)
+    o, extra = attend(qk[:, :, :H], qk[:, :, H:], qkv[:, :, H + J :])
     return linear(o.reshape(B, T, H * P), self.out[...]), extra
 
 
+@jax.custom_vjp
+def swiglu(both):
+  """silu(gate) * up of [..., gate and up] (arXiv:2002.05202, eq. 6)."""
+  gate, up = jnp.split(both, 2, axis=-1)
+  return jax.nn.silu(gate) * up
+
+
+def _swiglu_gradient(both, g):
+  """Keeps nothing but the input: d silu = s (1 + x (1 - s)), s sigmoid."""
+  gate, up = jnp.split(both, 2, axis=-1)
+  s = jax.nn.sigmoid(gate)
+  d_gate = g * up * s * (1 + gate * (1 - s))
+  return (jnp.concatenate([d_gate, g * gate * s], axis=-1),)
+
+
+swiglu.defvjp(lambda both: (swiglu(both), both), _swiglu_gradient)
+
+
 class Mlp(nnx.Module):
-  """down(silu(gate x) * up x) (SwiGLU, arXiv:2002.05202, eq. 6)."""
+  """down(silu(gate x) * up x)."""
 
   def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
     self.gate_up = _param(
@@ -91,8 +135,7 @@ class Mlp(nnx.Module):
     )
 
   def __call__(self, x):
-    gate, up = jnp.split(linear(x, self.gate_up[...]), 2, axis=-1)
-    return linear(jax.nn.silu(gate) * up, self.down[...])
+    return linear(swiglu(linear(x, self.gate_up[...])), self.down[...])
 
 
 class Block(nnx.Module):

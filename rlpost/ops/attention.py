@@ -13,7 +13,7 @@ causal = visibility.causal
 def attention(
     q_BTHP, k_BSJP, v_BSJP, query: Where, key: Where | None = None, *,
     backend='dense', window=None, layout: SharedPrefix | None = None,
-    block=256,
+    block=256, masks=None,
 ):
   """Softmax attention with grouped key heads, scores and sums in fp32.
 
@@ -26,6 +26,8 @@ def attention(
     window: see only keys less than this many positions back.
     layout: a promise that lets 'dense' skip scores between samples.
     block: edge of a block for 'blockwise', in tokens.
+    masks: `masks(query, key, window=, layout=)`, for 'dense', where several
+      layers share them.
 
   Returns:
     [B, T, H, P] in the dtype of the queries; 0 where nothing is visible.
@@ -42,14 +44,44 @@ def attention(
     )
   if backend != 'dense':
     raise ValueError(f'{backend=} must be dense or blockwise.')
+  if masks is None:
+    masks = score_masks(query, key, window=window, layout=layout)
   q = visibility.blank(q_BTHP, query.segment)
   k = visibility.blank(k_BSJP, key.segment)
   v = visibility.blank(v_BSJP, key.segment)
   if layout is None:
-    out = _dense(q, k, v, visible(query, key, window))
+    out = _dense(q, k, v, *masks)
   else:
-    out = _shared_prefix(q, k, v, query, window, layout)
+    out = _shared_prefix(q, k, v, masks, layout)
   return visibility.blank(out, query.segment)
+
+
+def score_masks(
+    query: Where, key: Where | None = None, *, window=None,
+    layout: SharedPrefix | None = None,
+):
+  """Boolean masks of the score blocks that dense `attention` computes.
+
+  Without a layout [B, T, S]. With one, of the prefix and itself [B, T, T], of
+  the samples and the prefix [B, R, N, T], and of each sample and itself
+  [B, R, N, N].
+  """
+  if layout is None:
+    key = query if key is None else key
+    masks = (visible(query, key, window),)
+  else:
+    T, R, N = layout.prefix, layout.samples, layout.width
+    B = query.order.shape[0]
+    head, tail = (Where(*(x[:, s] for x in query))
+                  for s in (slice(None, T), slice(T, None)))
+    alone = Where(*(x.reshape(B * R, N) for x in tail))
+    masks = (
+        visible(head, head, window),
+        visible(tail, head, window).reshape(B, R, N, T),
+        visible(alone, alone, window).reshape(B, R, N, N),
+    )
+  # Else XLA compares the ids anew in each layer, forward and backward.
+  return jax.lax.optimization_barrier(masks)
 
 
 def _heads_first(x_BTHP, groups):
@@ -73,23 +105,36 @@ def _mix(weights, v):
   )
 
 
+@jax.custom_vjp
 def _softmax(scores, seen):
   """Softmax over the last axes of several score blocks taken together.
 
-  Returns the unnormalised weights of each block, and one over their sum; both
-  are 0 for a query that sees nothing.
+  Returns the weights of each block; 0 for a query that sees nothing.
   """
   masked = [jnp.where(m, s, MASKED) for s, m in zip(scores, seen, strict=True)]
   top = masked[0].max(-1, keepdims=True)
   for s in masked[1:]:
     top = jnp.maximum(top, s.max(-1, keepdims=True))
-  top = jax.lax.stop_gradient(top)
-  weights = [
-      jnp.where(m, jnp.exp(s - top), 0.0)
-      for s, m in zip(masked, seen, strict=True)
-  ]
+  weights = [jnp.exp(s - top) for s in masked]
   total = sum(w.sum(-1, keepdims=True) for w in weights)
-  return weights, jnp.where(total > 0, 1 / jnp.where(total > 0, total, 1), 0)
+  scale = jnp.where(top > MASKED / 2, 1 / total, 0.0)
+  return [w * scale for w in weights]
+
+
+def _softmax_gradient(weights, g):
+  """ds = w (g - sum w g), the sum over all blocks of a query."""
+  mean = sum(
+      (w * x).sum(-1, keepdims=True) for w, x in zip(weights, g, strict=True)
+  )
+  return [w * (x - mean) for w, x in zip(weights, g, strict=True)], None
+
+
+def _softmax_forward(scores, seen):
+  weights = _softmax(scores, seen)
+  return weights, weights
+
+
+_softmax.defvjp(_softmax_forward, _softmax_gradient)
 
 
 def _dense(q_BTHP, k_BSJP, v_BSJP, seen_BTS):
@@ -99,8 +144,8 @@ def _dense(q_BTHP, k_BSJP, v_BSJP, seen_BTS):
   q = _heads_first(q_BTHP * jnp.asarray(P**-0.5, q_BTHP.dtype), G)
   k, v = _heads_first(k_BSJP, 1), _heads_first(v_BSJP, 1)
   scores = _scores(q, k).reshape(B, J, G, T, -1)
-  (weights,), scale = _softmax([scores], [seen_BTS[:, None, None]])
-  out = _mix((weights * scale).reshape(B, J, G * T, -1), v)
+  (weights,) = _softmax([scores], [seen_BTS[:, None, None]])
+  out = _mix(weights.reshape(B, J, G * T, -1), v)
   return _tokens_first(out, G).astype(q_BTHP.dtype)
 
 
@@ -111,38 +156,30 @@ def _tokens_first(x, groups):
   return x.reshape(B, GT // groups, J * groups, P)
 
 
-def _shared_prefix(q, k, v, where, window, layout):
+def _shared_prefix(q, k, v, masks, layout):
   """The prefix attends to itself; every sample to the prefix and itself."""
   B, _, H, P = q.shape
   T, R, N, J = layout.prefix, layout.samples, layout.width, k.shape[2]
+  G = H // J
   chex.assert_axis_dimension(q, 1, layout.length)
-  head, tail = (Where(*(x[:, s] for x in where))
-                for s in (slice(None, T), slice(T, None)))
-  first = _dense(q[:, :T], k[:, :T], v[:, :T], visible(head, head, window))
+  seen_head, seen_shared, seen_own = masks
+  first = _dense(q[:, :T], k[:, :T], v[:, :T], seen_head)
 
-  def samples(x):  # [B, J, G R N, S] -> [B, J, R, G N, S]
-    x = x.reshape(B, J, -1, R, N, x.shape[-1]).swapaxes(2, 3)
-    return x.reshape(B, J, R, -1, x.shape[-1])
+  def samples(x):  # [B, R N, J g, P] -> [B, J, R, g N, P]
+    x = x[:, T:].reshape(B, R, N, J, -1, P).transpose(0, 3, 1, 4, 2, 5)
+    return x.reshape(B, J, R, -1, P)
 
-  def joined(x):  # [B, J, R, G N, S] -> [B, J, G, R N, S]
-    x = x.reshape(B, J, R, H // J, N, -1).swapaxes(2, 3)
-    return x.reshape(B, J, H // J, R * N, -1)
-
-  q = _heads_first(q[:, T:] * jnp.asarray(P**-0.5, q.dtype), H // J)
-  k_head, k_tail = _heads_first(k[:, :T], 1), _heads_first(k[:, T:], 1)
-  v_head, v_tail = _heads_first(v[:, :T], 1), _heads_first(v[:, T:], 1)
-  shared = _scores(q, k_head).reshape(B, J, H // J, R * N, T)
-  own = joined(_scores(samples(q), samples(k_tail)))
-  alone = Where(*(x.reshape(B * R, N) for x in tail))
-  seen_own = visible(alone, alone, window).reshape(B, R * N, N)
-  seen = [visible(tail, head, window), seen_own]
-  (w_shared, w_own), scale = _softmax(
-      [shared, own], [m[:, None, None] for m in seen]
-  )
-  out = _mix((w_shared * scale).reshape(B, J, -1, T), v_head)
-  own = _mix(samples(w_own * scale), samples(v_tail))
-  out = out + joined(own).reshape(B, J, -1, P)
-  out = _tokens_first(out, H // J).astype(first.dtype)
+  q = samples(q * jnp.asarray(P**-0.5, q.dtype))
+  k_head, v_head = _heads_first(k[:, :T], 1), _heads_first(v[:, :T], 1)
+  together = B, J, R * G * N, -1
+  shared = _scores(q.reshape(together), k_head).reshape(B, J, R, G, N, T)
+  own = _scores(q, samples(k)).reshape(B, J, R, G, N, N)
+  seen = [m[:, None, :, None] for m in (seen_shared, seen_own)]
+  w_shared, w_own = _softmax([shared, own], seen)
+  out = _mix(w_shared.reshape(together), v_head).reshape(q.shape)
+  out = out + _mix(w_own.reshape(B, J, R, G * N, N), samples(v))
+  out = out.reshape(B, J, R, G, N, P).transpose(0, 2, 4, 1, 3, 5)
+  out = out.reshape(B, R * N, H, P).astype(first.dtype)
   return jnp.concatenate([first, out], axis=1)
 
 
@@ -178,7 +215,7 @@ def decode_attention(q_BHP, prefix, own, seen_QT, seen_BW):
   mine = by_prompt(_scores(q, own[0]))
   seen_mine = jnp.broadcast_to(seen_BW.reshape(Q, 1, R, 1, W), (Q, 1, R, G, W))
   seen = [seen_QT[:, None, None], seen_mine.reshape(Q, 1, R * G, W)]
-  (w_shared, w_mine), scale = _softmax([shared, mine], seen)
-  out = by_row(_mix(w_shared * scale, prefix[1]))
-  out = out + _mix(by_row(w_mine * scale), own[1])
+  w_shared, w_mine = _softmax([shared, mine], seen)
+  out = by_row(_mix(w_shared, prefix[1]))
+  out = out + _mix(by_row(w_mine), own[1])
   return out.reshape(B, H, P).astype(q_BHP.dtype)

@@ -2,6 +2,7 @@
 
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -66,14 +67,27 @@ def angles(position_BT, inverse_frequencies, mscale=1.0):
   angle = position_BT[..., None].astype(jnp.float32) * inverse_frequencies[
       (None,) * position_BT.ndim
   ]
-  return jnp.cos(angle) * mscale, jnp.sin(angle) * mscale
+  # One table for all layers: XLA would compute it anew in each.
+  return jax.lax.optimization_barrier(
+      (jnp.cos(angle) * mscale, jnp.sin(angle) * mscale)
+  )
 
 
+@jax.custom_vjp
 def rotate(x_BTHP, cos, sin):
-  """Rotates pairs (i, i + P/2) of the last axis, computed in fp32."""
+  """Rotates pairs (i, i + P/2) of the last axis, computed in fp32.
+
+  Its gradient is the opposite rotation; the angles are constants.
+  """
   half = x_BTHP.shape[-1] // 2
   cos, sin = cos[:, :, None], sin[:, :, None]
   first = x_BTHP[..., :half].astype(jnp.float32)
   second = x_BTHP[..., half:].astype(jnp.float32)
   out = [first * cos - second * sin, second * cos + first * sin]
   return jnp.concatenate(out, axis=-1).astype(x_BTHP.dtype)
+
+
+rotate.defvjp(
+    lambda x, cos, sin: (rotate(x, cos, sin), (cos, sin)),
+    lambda angle, g: (rotate(g, angle[0], -angle[1]), None, None),
+)

@@ -15,23 +15,24 @@ import jax.numpy as jnp
 from rlpost import sharding
 from rlpost.models import transformer
 from rlpost.ops import logprobs, sampling
-from rlpost.ops.attention import Where, attention, decode_attention
+from rlpost.ops.attention import (
+    Where, attention, decode_attention, score_masks,
+)
 
 
 class Cache(NamedTuple):
-  """Keys and values: per layer [A, J, T, P]; int32 [A] tokens that count."""
+  """Of A token sequences: keys, values [layers, A, J, T, P], mask [A, T]."""
 
-  keys: tuple
-  values: tuple
-  length: Any
+  keys: Any
+  values: Any
+  filled: Any
 
 
 class Slots(NamedTuple):
   """Device state of Q prompt slots with R rows each, B = Q R.
 
   Attributes:
-    prefix, prompt: caches of what prompts share, and of the prompts' own
-      tokens, indexed by prompt slot.
+    prompt: the cache of each slot's prompt, what it shares first.
     hidden: [Q, D], the final hidden state at each prompt's last token.
     keys, values: per layer [B, J, W, P], the rows' own rings.
     column: int32, the column that is written next.
@@ -40,7 +41,6 @@ class Slots(NamedTuple):
     tokens, logp: [B, W], what was sampled.
   """
 
-  prefix: Cache
   prompt: Cache
   hidden: Any
   keys: tuple
@@ -69,26 +69,29 @@ class Start(NamedTuple):
 
 def empty(config, *, prompts, rows, prefix_len, prompt_len, width, dtype):
   """Slots with nothing in them."""
-  J, P, N = config.num_kv_heads, config.head_dim, config.num_layers
   B = prompts * rows
 
-  def zeros(lead, length):
-    return tuple(jnp.zeros((lead, J, length, P), dtype) for _ in range(N))
-
-  def cache(length):
-    return Cache(
-        zeros(prompts, length), zeros(prompts, length),
-        jnp.zeros(prompts, jnp.int32),
-    )
+  def zeros():
+    shape = B, config.num_kv_heads, width, config.head_dim
+    return tuple(jnp.zeros(shape, dtype) for _ in range(config.num_layers))
 
   return Slots(
-      prefix=cache(prefix_len), prompt=cache(prompt_len),
+      prompt=empty_cache(config, prompts, prefix_len + prompt_len, dtype),
       hidden=jnp.zeros((prompts, config.width), dtype),
-      keys=zeros(B, width), values=zeros(B, width),
+      keys=zeros(), values=zeros(),
       column=jnp.int32(0), token=jnp.zeros(B, jnp.int32),
       count=jnp.zeros(B, jnp.int32), live=jnp.zeros(B, bool),
       tokens=jnp.zeros((B, width), jnp.int32),
       logp=jnp.zeros((B, width), jnp.float32),
+  )
+
+
+def empty_cache(config, count, length, dtype) -> Cache:
+  """Room for `count` sequences of `length` tokens."""
+  shape = config.num_layers, count, config.num_kv_heads, length, config.head_dim
+  return Cache(
+      jnp.zeros(shape, dtype), jnp.zeros(shape, dtype),
+      jnp.zeros((count, length), bool),
   )
 
 
@@ -98,26 +101,30 @@ def prefill(config, params, tokens_AT, length_A, prefix=None, dtype=None):
   Args:
     tokens_AT: right-padded tokens.
     length_A: real tokens of each.
-    prefix: a `Cache` of tokens that stand before these, or None.
+    prefix: a `Cache` of A sequences of tokens that stand before these, or None.
   """
   A, T = tokens_AT.shape
   index = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[None], (A, T))
-  before = 0 if prefix is None else prefix.keys[0].shape[2]
-  start = jnp.zeros(A, jnp.int32) if prefix is None else prefix.length
-  query = Where(
-      index + before, index + start[:, None],
-      jnp.where(index < length_A[:, None], 0, -1), jnp.full((A, T), -2),
-  )
-  key = query
-  if prefix is not None:
-    at = jnp.broadcast_to(jnp.arange(before)[None], (A, before))
-    ahead = Where(
-        at, at, jnp.where(at < start[:, None], 0, -1),
-        jnp.full((A, before), -2),
+  filled = index < length_A[:, None]
+
+  def where(order, position, filled):
+    return Where(
+        order, position, jnp.where(filled, 0, -1), jnp.full_like(order, -2)
     )
-    key = Where(*(jnp.concatenate(x, 1) for x in zip(ahead, query,
-                                                     strict=True)))
+
+  if prefix is None:
+    query = key = where(index, index, filled)
+  else:
+    before = prefix.filled.shape[1]
+    at = jnp.broadcast_to(jnp.arange(before)[None], (A, before))
+    start = prefix.filled.sum(1, keepdims=True)
+    query = where(index + before, index + start, filled)
+    key = jax.tree.map(
+        lambda a, b: jnp.concatenate([a, b], 1),
+        where(at, at, prefix.filled), query,
+    )
   cos, sin = transformer.rope(config, query.position)
+  masks = score_masks(query, key)
 
   @jax.jit
   def one(w, x, cos, sin, ahead):
@@ -126,7 +133,7 @@ def prefill(config, params, tokens_AT, length_A, prefix=None, dtype=None):
       if ahead is not None:
         k = jnp.concatenate([ahead[0].swapaxes(1, 2), k], 1)
         v = jnp.concatenate([ahead[1].swapaxes(1, 2), v], 1)
-      return attention(q, k, v, query, key), cache
+      return attention(q, k, v, query, key, masks=masks), cache
 
     return transformer.block(config, w)(x, (cos, sin), attend)
 
@@ -139,34 +146,49 @@ def prefill(config, params, tokens_AT, length_A, prefix=None, dtype=None):
     values.append(v)
   last = x[jnp.arange(A), jnp.maximum(length_A - 1, 0)]
   hidden = transformer.norm(config, params, last)
-  return Cache(tuple(keys), tuple(values), length_A), hidden
+  return Cache(jnp.stack(keys), jnp.stack(values), filled), hidden
 
 
-def admit(config, params, slots, shared, which_A, tokens_AT, length_A, slot_A):
+def admit(config, params, slots, shared, which_A, tokens_AT, length_A, source_Q):
   """Prefills prompts and puts them into slots.
 
   Args:
-    shared: `Cache` of the prefixes that prompts share, [Z, J, T0, P].
+    shared: `Cache` of the Z prefixes that prompts share.
     which_A: which of them stands before each prompt.
-    slot_A: the slot of each prompt; one past the last for padding.
+    source_Q: which prompt goes into each slot; -1 leaves the slot alone.
   """
-  prefix = jax.tree.map(lambda x: x[which_A], shared)
-  if not shared.keys[0].shape[2]:
-    prefix = None
+  prefix = None
+  if shared.filled.shape[1]:
+    prefix = Cache(
+        shared.keys[:, which_A], shared.values[:, which_A],
+        shared.filled[which_A],
+    )
   prompt, hidden = prefill(
       config, params, tokens_AT, length_A, prefix, slots.hidden.dtype
   )
+  if prefix is not None:
+    prompt = Cache(
+        jnp.concatenate([prefix.keys, prompt.keys], 3),
+        jnp.concatenate([prefix.values, prompt.values], 3),
+        jnp.concatenate([prefix.filled, prompt.filled], 1),
+    )
+  source = jnp.maximum(source_Q, 0)
 
-  def put(into, x):
-    return into.at[slot_A].set(x, mode='drop')
+  def put(into, x, axis):
+    taken = jnp.take(x, source, axis)
+    new = jnp.expand_dims(
+        source_Q >= 0, [a for a in range(x.ndim) if a != axis]
+    )
+    return jnp.where(new, taken, into)
 
-  slots = slots._replace(
-      prompt=jax.tree.map(put, slots.prompt, prompt),
-      hidden=put(slots.hidden, hidden),
+  return slots._replace(
+      prompt=Cache(
+          put(slots.prompt.keys, prompt.keys, 1),
+          put(slots.prompt.values, prompt.values, 1),
+          put(slots.prompt.filled, prompt.filled, 0),
+      ),
+      hidden=put(slots.hidden, hidden, 0),
   )
-  if prefix is None:
-    return slots
-  return slots._replace(prefix=jax.tree.map(put, slots.prefix, prefix))
 
 
 def _sampler(root, start):
@@ -217,7 +239,8 @@ def run(config, params, slots, start, stop_V, root, pause):
   )
   # A prompt's first token comes from its prefill.
   slots = record(slots, slots.hidden, start.fresh)
-  prompts = _prompts(slots)
+  # Sliced here, not in the loop, which would copy them at every step.
+  prompts = list(zip(slots.prompt.keys, slots.prompt.values, strict=True))
 
   def step(slots):
     slots, hidden = _advance(config, params, slots, prompts)
@@ -246,30 +269,14 @@ def _record(slots, drawn, active, start, stop_V) -> Slots:
   )
 
 
-def _prompts(slots) -> list:
-  """Per layer (keys, values) [Q, J, T0 + T, P]: prefix, then prompt."""
-
-  def joined(a, b):
-    return jnp.concatenate([a, b], 2) if a.shape[2] else b
-
-  return [
-      (joined(a, b), joined(c, d))
-      for a, b, c, d in zip(slots.prefix.keys, slots.prompt.keys,
-                            slots.prefix.values, slots.prompt.values,
-                            strict=True)
-  ]
-
-
 def _advance(config, params, slots, prompts):
   """Feeds each row's last token; returns (slots, final hidden [B, D])."""
   B, W = slots.tokens.shape
   R = B // slots.hidden.shape[0]
-  seen_QT = jnp.concatenate(
-      [_filled(slots.prefix), _filled(slots.prompt)], 1
-  )
+  seen_QT = slots.prompt.filled
   age = (slots.column - jnp.arange(W)) % W
   seen_BW = age[None] < slots.count[:, None]
-  before = jnp.repeat(slots.prefix.length + slots.prompt.length, R)
+  before = jnp.repeat(seen_QT.sum(1), R)
   position = (before + slots.count - 1)[:, None]
   cos, sin = transformer.rope(config, position)
 
@@ -302,8 +309,3 @@ def _advance(config, params, slots, prompts):
   )
   return slots, transformer.norm(config, params, x[:, 0])
 
-
-def _filled(cache):
-  """Boolean [Q, T]: cached keys that count."""
-  T = cache.keys[0].shape[2]
-  return jnp.arange(T)[None] < cache.length[:, None]

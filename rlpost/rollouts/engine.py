@@ -1,8 +1,9 @@
 """Continuous batching: keeps the slots of `decode` full of work.
 
-A request is one prompt and the samples wanted of it. It takes one prompt slot;
-its samples run in the slot's rows and refill them as rows end; when the last
-sample has a row, the slot is free for the next prompt once its rows are done.
+A request is one prompt and the samples wanted of it. It takes as many prompt
+slots as its samples fill, or what is free, but prefills once; its samples run
+in the slots' rows and refill them as rows end; when the last sample has a row,
+a slot is free for the next prompt once its rows are done.
 """
 
 import collections
@@ -24,7 +25,7 @@ class EngineConfig:
 
   Attributes:
     prompts: Q, prompt slots.
-    rows: R, rows of each; a group larger than R refills them.
+    rows: R, rows of each; a larger group takes several slots, or refills.
     prefix_len, prompt_len: room for the tokens that prompts share, and for
       those after them.
     width: W, most tokens sampled per row.
@@ -61,7 +62,7 @@ class Programs(NamedTuple):
   """The jitted functions of `decode`, bound to a model.
 
   `shared(params, tokens_ZT, length_Z) -> Cache`;
-  `admit(params, slots, cache, which, tokens, length, slot) -> slots`;
+  `admit(params, slots, cache, which, tokens, length, source) -> slots`;
   `run(params, slots, start, stop, root, pause) -> slots`;
   `empty() -> slots`.
   """
@@ -235,29 +236,33 @@ class _Session:
       busy = len(free) < config.prompts
       if not free or (busy and len(free) < min(most, len(self._waiting))):
         return
-      self._prefill(free[:most], most)
+      self._prefill(free, most)
 
   def _free(self, q):
     rows = self._rows[q * self._engine.config.rows:][: self._engine.config.rows]
     return not self._left[q] and all(row is None for row in rows)
 
   def _prefill(self, free, most):
+    """Fills free slots from at most `most` prompts."""
     engine, config = self._engine, self._engine.config
     tokens = np.zeros((most, config.prompt_len), np.int32)
     which, length = np.zeros((2, most), np.int32)
-    slot = np.full(most, config.prompts, np.int32)
-    for i, q in enumerate(free):
-      if not self._waiting:
+    source = np.full(config.prompts, -1, np.int32)
+    for i in range(most):
+      if not (self._waiting and free):
         break
       request = self._waiting.popleft()
-      self._requests[q] = request
-      self._left[q].extend(request.samples)
+      left = collections.deque(request.samples)
+      wanted = max(-(-len(left) // config.rows), 1)
+      for q in free[:wanted]:
+        self._requests[q], self._left[q], source[q] = request, left, i
+      free = free[wanted:]
       tokens[i, : len(request.suffix)] = request.suffix
-      length[i], slot[i] = len(request.suffix), q
+      length[i] = len(request.suffix)
       which[i] = self._which[request.prefix]
     engine._slots = engine._programs.admit(
         self._params, engine._slots, engine._cache[2], which, tokens, length,
-        slot,
+        source,
     )
 
   def _assign(self):
@@ -301,16 +306,12 @@ def functions(config: EngineConfig, model, dtype=jnp.float32) -> dict[str, Any]:
 
   def shared(params, tokens, length):
     if not config.prefix_len:
-      none = tuple(
-          jnp.zeros((config.prefixes, model.num_kv_heads, 0, model.head_dim),
-                    dtype) for _ in range(model.num_layers)
-      )
-      return decode.Cache(none, none, length)
+      return decode.empty_cache(model, config.prefixes, 0, dtype)
     return decode.prefill(model, params, tokens, length, dtype=dtype)[0]
 
-  def admit(params, slots, cache, which, tokens, length, slot):
+  def admit(params, slots, cache, which, tokens, length, source):
     return decode.admit(
-        model, params, slots, cache, which, tokens, length, slot
+        model, params, slots, cache, which, tokens, length, source
     )
 
   def run(params, slots, start, stop, root, pause):

@@ -181,10 +181,13 @@ def programs(
 
 
 def _placed(mesh, leading, tree):
-  """Shapes of caches and rows, with shardings: leading axis, heads, rest."""
+  """Shapes with shardings: of rings [B, J, ...], caches [layers, A, J, ...]
+  and anything else by its leading axis."""
 
   def place(x):
-    axes = (leading, 'heads' if x.ndim == 4 else None, None, None)[: x.ndim]
+    axes = (leading, *[None] * (x.ndim - 1))[: x.ndim]
+    if x.ndim >= 4:
+      axes = (*[None] * (x.ndim - 4), leading, 'heads', None, None)
     return jax.ShapeDtypeStruct(
         x.shape, x.dtype, sharding=sharding.fitting(mesh, x.shape, axes)
     )
@@ -218,7 +221,7 @@ def _add_decoding(add, kind, config: engines.EngineConfig, step, params, mesh):
   add(f'{kind}/empty', functions['empty'], out=places[1])
   add(f'{kind}/shared', functions['shared'], params, *shared, out=places[0])
   add(f'{kind}/admit', functions['admit'], params, slots, cache, ints(A),
-      ints(A, config.prompt_len), ints(A), ints(A), donate=(1,),
+      ints(A, config.prompt_len), ints(A), ints(config.prompts), donate=(1,),
       out=places[1])
   add(f'{kind}/run', functions['run'], params, slots, start,
       bools(step.model.vocab_size), key, ints(2), donate=(1,),

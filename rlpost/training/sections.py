@@ -78,18 +78,24 @@ class Evaluation:
   """Held-out attempts: one greedy, `samples` at `temperature` per task.
 
   Attributes:
-    slots: prompts decoded at one time.
+    slots: prompts decoded at one time; 0 for the slots, rows and programs of
+      the rollouts.
     admit, refill: see `rollouts.engine.EngineConfig`.
   """
 
-  slots: int
+  slots: int = 0
   samples: int = 3
   temperature: float = 1.0
   admit: int = 0
   refill: int = 0
 
   def __post_init__(self):
-    _at_least_1('evaluation', self, 'slots', 'samples')
+    _at_least_1('evaluation', self, 'samples')
+    if not self.slots and (self.admit or self.refill):
+      raise errors.InputError(
+          'evaluation.admit and evaluation.refill need evaluation.slots: '
+          "without them the rollouts' programs serve."
+      )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -232,6 +232,8 @@ def _engine_configs(rollout, evaluation, measured, domains):
       rows=rollout.rows or rollout.samples, admit=rollout.admit,
       refill=rollout.refill, **shared,
   )
+  if not evaluation.slots:
+    return train, train
   return train, engines.EngineConfig(
       prompts=evaluation.slots, rows=evaluation.samples + 1,
       admit=evaluation.admit, refill=evaluation.refill, **shared,

@@ -17,7 +17,12 @@ from rlpost.algorithms import aggregation, diagnostics, recipes
 from rlpost.models import transformer
 from rlpost.models.config import ModelConfig
 from rlpost.ops import logprobs
-from rlpost.ops.attention import SharedPrefix, Where, attention
+from rlpost.ops.attention import (
+  SharedPrefix,
+  Where,
+  attention,
+  score_masks,
+)
 from rlpost.training.state import TrainState, union
 
 
@@ -61,9 +66,14 @@ def outputs(config: StepConfig, params, rows: types.Batch):
   """`recipes.Outputs` of the model on rows [B, T] with slots [B, K]."""
   where = Where(rows.order, rows.position, rows.segment, rows.parent)
 
+  masks = None
+  if config.backend == 'dense':
+    masks = score_masks(where, layout=config.layout)
+
   def attend(q, k, v):
     return attention(
-        q, k, v, where, backend=config.backend, layout=config.layout
+        q, k, v, where, backend=config.backend, layout=config.layout,
+        masks=masks,
     )
 
   h_BTD = transformer.hidden(

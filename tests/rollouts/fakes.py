@@ -69,18 +69,19 @@ class Fake:
     self.prefills.append((version, prefixes))
     return version, prefixes
 
-  def admit(self, version, slots, cache, which, tokens, length, slot):
+  def admit(self, version, slots, cache, which, tokens, length, source):
     admit = self.config.admit or self.config.prompts
     assert tokens.shape == (admit, self.config.prompt_len)
     assert cache[0] == version, 'a cache of other weights'
     live = slots.live.reshape(self.config.prompts, -1).any(1)
     prompts = list(slots.prompts)
-    for z, t, n, q in zip(which, tokens, length, slot):
-      if q < self.config.prompts:
+    assert source.shape == (self.config.prompts,) and source.max() < admit
+    for q, i in enumerate(source):
+      if i >= 0:
         assert not live[q], 'the rows of this prompt still run'
-        assert n > 0
-        prompts[q] = cache[1][z] + tuple(t[:n].tolist())
-        self.admitted += 1
+        assert length[i] > 0
+        prompts[q] = cache[1][which[i]] + tuple(tokens[i, : length[i]].tolist())
+    self.admitted += len({i for i in source if i >= 0})
     return slots._replace(prompts=prompts)
 
   def run(self, version, slots, start, stop, root, pause):

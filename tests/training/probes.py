@@ -32,6 +32,9 @@ BASE = {
   'train.groups': 4,
   'train.rows': 2,
   'warmup.steps': 4,
+  'rollout.slots': 0,
+  'rollout.rows': 0,
+  'rollout.admit': 0,
   'evaluation.slots': 6,
 }
 

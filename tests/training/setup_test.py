@@ -187,7 +187,7 @@ def test_probes_see_nothing_where_nothing_changed(base):
     ({'rollout.prompts': 0}, 'rollout.prompts=0 must be at least 1'),
     ({'rollout.admit': 9}, 'must not exceed'),
     ({'evaluation.samples': 0}, 'evaluation.samples=0 must be at least 1'),
-    ({'evaluation.slots': 0}, 'evaluation.slots=0 must be at least 1'),
+    ({'evaluation.slots': 0, 'evaluation.admit': 1}, 'need evaluation.slots'),
     ({'checkpoint.every': 0}, 'checkpoint.every=0 must be at least 1'),
     ({'domains.names': ()}, 'name one domain'),
     ({'domains.names': ('ad',)}, "No domain 'ad'; known ones: add"),

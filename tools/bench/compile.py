@@ -53,13 +53,6 @@ def _quickstart(args, workload):
   config = quickstart.get_config()
   rollout = sections.Rollout(**config.rollout)
   train = sections.Train(**config.train)
-  evaluation = sections.Evaluation(**config.evaluation)
-  room = {
-    'prefix_len': args.prefix_len,
-    'prompt_len': args.prompt_len,
-    'width': rollout.max_new,
-    'prefixes': len(config.domains.names),
-  }
   prompt, slots = (
     args.prefix_len + args.prompt_len,
     (rollout.samples * rollout.max_new),
@@ -86,18 +79,14 @@ def _quickstart(args, workload):
     slots=slots,
     length=prompt + slots,
     rollout=EngineConfig(
-      prompts=rollout.prompts,
-      rows=rollout.samples,
+      prompts=rollout.slots,
+      rows=rollout.rows,
       admit=rollout.admit,
       refill=rollout.refill,
-      **room,
-    ),
-    evaluation=EngineConfig(
-      prompts=evaluation.slots,
-      rows=evaluation.samples + 1,
-      admit=evaluation.admit,
-      refill=evaluation.refill,
-      **room,
+      prefix_len=args.prefix_len,
+      prompt_len=args.prompt_len,
+      width=rollout.max_new,
+      prefixes=len(config.domains.names),
     ),
     scored=step.recipe.kl != 'none' or step.recipe.anchor == 'old',
   )
