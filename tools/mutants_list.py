@@ -75,7 +75,7 @@ FAULTS = (
   ('rlpost/ops/attention.py', 'tests/ops/attention_test.py::test_shared_prefix_'
    'layout_equals_dense', (
     ('the window ends at the shared prompt',
-     'visible(tail, head, window).reshape', 'visible(tail, head, None).reshape'),
+     'visible(tail, head, window).re', 'visible(tail, head, None).re'),
   )),
   ('rlpost/ops/logprobs.py', 'tests/ops/logprobs_test.py::test_any_chunk_'
    'equals_whole_logits', (
@@ -131,7 +131,7 @@ FAULTS = (
     ('the first token comes from the padding of the prompt',
      'jnp.maximum(length_A - 1, 0)]', 'T - 1]'),
     ('a prompt starts at position 0 behind its prefix',
-     'index + before, index + start[:, None],', 'index + before, index,'),
+     'index + before, index + start, f', 'index + before, index, f'),
   )),
   ('rlpost/rollouts/decode.py', 'tests/rollouts/decode_test.py::test_roots_'
    'groups_and_samples_draw_apart', (

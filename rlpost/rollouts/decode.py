@@ -191,18 +191,17 @@ def admit(config, params, slots, shared, which_A, tokens_AT, length_A, source_Q)
   )
 
 
-def _sampler(root, start):
-  """Draws each row's next token; returns (token, log-probability)."""
+def _uniforms(root, start, width):
+  """[B, W] in [0, 1): what decides each row's tokens."""
 
-  def uniform(group, sample, count):
+  def draw(group, sample, index):
     key = jax.random.fold_in(jax.random.fold_in(root, group), sample)
-    return jax.random.uniform(jax.random.fold_in(key, count))
+    return jax.random.uniform(jax.random.fold_in(key, index))
 
-  def draw(logits_VB, count):
-    u = jax.vmap(uniform)(start.group, start.sample, count)
-    return sampling.sample(logits_VB, u, start.temperature)
-
-  return draw
+  over = jax.vmap(draw, (None, None, 0))
+  return jax.vmap(over, (0, 0, None))(
+      start.group, start.sample, jnp.arange(width)
+  )
 
 
 def _logits(params, hidden_BD):
@@ -224,33 +223,40 @@ def run(config, params, slots, start, stop_V, root, pause):
   Returns:
     Slots.
   """
-  R = slots.token.shape[0] // slots.hidden.shape[0]
-  draw = _sampler(root, start)
-
-  def record(slots, hidden, active):
-    logits = _logits(params, hidden)
-    if logits.shape[1] < active.shape[0]:
-      logits = jnp.repeat(logits, R, axis=1)
-    return _record(slots, draw(logits, slots.count), active, start, stop_V)
-
+  B, W = slots.tokens.shape
+  R = B // slots.hidden.shape[0]
+  uniform_BW = _uniforms(root, start, W)
   slots = slots._replace(
       count=jnp.where(start.fresh, 0, slots.count),
       live=slots.live & ~start.fresh,
   )
-  # A prompt's first token comes from its prefill.
-  slots = record(slots, slots.hidden, start.fresh)
   # Sliced here, not in the loop, which would copy them at every step.
   prompts = list(zip(slots.prompt.keys, slots.prompt.values, strict=True))
 
-  def step(slots):
-    slots, hidden = _advance(config, params, slots, prompts)
-    return record(slots, hidden, slots.live)
+  def begin(slots):  # a prompt's first token comes from its prefill
+    return slots, jnp.repeat(slots.hidden, R, axis=0)
 
-  def busy(slots):
+  def advance(slots):
+    return _advance(config, params, slots, prompts)
+
+  def step(carry):
+    began, slots = carry
+    slots, hidden = jax.lax.cond(began, advance, begin, slots)
+    active = jnp.where(began, slots.live, start.fresh)
+    at = jnp.minimum(slots.count, W - 1)
+    drawn = sampling.sample(
+        _logits(params, hidden), uniform_BW[jnp.arange(B), at],
+        start.temperature,
+    )
+    return jnp.bool_(True), _record(slots, drawn, active, start, stop_V)
+
+  def busy(carry):
+    began, slots = carry
     by_prompt = slots.live.reshape(-1, R).any(1)
-    return (slots.live.sum() > pause[0]) & (by_prompt.sum() > pause[1])
+    wanted = (slots.live.sum() > pause[0]) & (by_prompt.sum() > pause[1])
+    return wanted | ~began
 
-  return jax.lax.while_loop(busy, step, slots)
+  return jax.lax.while_loop(busy, step, (jnp.bool_(False), slots))[1]
 
 
 def _record(slots, drawn, active, start, stop_V) -> Slots:

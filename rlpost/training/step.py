@@ -131,9 +131,7 @@ def gradient(
   M = batch.mask.shape[0]
   denominators = _denominators(config, batch)
 
-  def part(trainable, rows, old):
-    out = outputs(config, union(trainable, frozen), rows)
-    out = out._replace(old_logp_BK=old)
+  def judge(out, rows):
     values = recipes.policy_terms(out, rows, config.recipe)
     terms = {
         name: values_BK.sum() / denominators[unit]
@@ -144,6 +142,10 @@ def gradient(
     ).all(0)
     metrics = diagnostics.metrics(out, rows, config.recipe)
     return sum(terms.values()), (terms, metrics, sound_B)
+
+  def part(trainable, rows, old):
+    out = outputs(config, union(trainable, frozen), rows)
+    return judge(out._replace(old_logp_BK=old), rows)
 
   def at(i):
     old = None if old_logp is None else old_logp[i]
@@ -162,8 +164,13 @@ def gradient(
     metrics = diagnostics.merge(carry[2], metrics)
     return *total, metrics, carry[3].at[i].set(sound_B)
 
-  *shapes, _ = jax.eval_shape(at, 0)
-  zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+  rows = jax.tree.map(lambda x: x[0], batch)
+  value = rows.mask if config.model.value_head else None
+  out = recipes.Outputs(rows.mask, rows.mask, value, rows.mask)
+  _, (terms, metrics, _) = jax.eval_shape(judge, out, rows)
+  zeros = jax.tree.map(
+      lambda x: jnp.zeros(x.shape, x.dtype), (trainable, terms, metrics)
+  )
   sound_MB = jnp.ones(batch.mask.shape[:2], bool)
   return jax.lax.fori_loop(
       0, M if count is None else count, add, (*zeros, sound_MB)
