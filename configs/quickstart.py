@@ -11,7 +11,7 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
   config = ml_collections.ConfigDict()
   config.launcher = 'experiments.train'
   config.seed = 0
-  config.steps = 32
+  config.steps = 30
   config.model = {
       'source': 'smollm2',
       'value_head': False,
@@ -73,7 +73,7 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
   config.curriculum = {'decay': 0.9, 'explore': 0.2}
   config.reward_scale = {'decay': 0.999, 'floor': 0.1}
   config.evaluation = {'samples': 3, 'temperature': 1.0}
-  config.checkpoint = {'every': 16, 'keep_latest': 1}
+  config.checkpoint = {'every': 15, 'keep_latest': 1}
   if variant == 'smoke':
     _smoke(config)
   elif variant:

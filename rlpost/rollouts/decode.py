@@ -149,7 +149,9 @@ def prefill(config, params, tokens_AT, length_A, prefix=None, dtype=None):
   return Cache(jnp.stack(keys), jnp.stack(values), filled), hidden
 
 
-def admit(config, params, slots, shared, which_A, tokens_AT, length_A, source_Q):
+def admit(
+    config, params, slots, shared, which_A, tokens_AT, length_A, source_Q
+):
   """Prefills prompts and puts them into slots.
 
   Args:
