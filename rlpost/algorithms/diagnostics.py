@@ -13,7 +13,6 @@ import jax.numpy as jnp
 
 from rlpost.algorithms import divergences, policy_losses, recipes, slots
 
-
 _MAXIMA = 'ratio', 'weight', 'logp_gap'
 
 

@@ -16,7 +16,10 @@ from rlpost import sharding
 from rlpost.models import transformer
 from rlpost.ops import logprobs, sampling
 from rlpost.ops.attention import (
-    Where, attention, decode_attention, score_masks,
+  Where,
+  attention,
+  decode_attention,
+  score_masks,
 )
 
 
