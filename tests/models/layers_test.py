@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax import test_util
 
 from rlpost import errors
 from rlpost.models import config as configs
@@ -43,6 +44,18 @@ def test_linear_computes_in_the_dtype_of_its_input():
   y = layers.linear(x, w)
   assert y.dtype == jnp.bfloat16
   np.testing.assert_array_equal(np.float32(y), 12)
+
+
+@pytest.mark.parametrize('function, shapes', [
+    (lambda x, scale: layers.rms_norm(x, scale, 1e-2), [(2, 3, 12), (12,)]),
+    (layers.swiglu, [(2, 3, 12)]),
+])
+def test_gradients_equal_finite_differences(function, shapes):
+  rng = np.random.default_rng(0)
+  args = tuple(rng.normal(size=shape).astype(np.float32) for shape in shapes)
+  test_util.check_grads(
+      function, args, order=1, modes=['rev'], atol=1e-2, rtol=1e-2
+  )
 
 
 def test_norm_reads_its_epsilon_and_works_in_fp32():

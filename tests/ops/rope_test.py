@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+from jax import test_util
 
 from rlpost.models.config import RopeScaling
 from rlpost.ops import rope
@@ -114,6 +115,16 @@ def test_rotation_is_a_complex_product():
   got = rotated(x, position)
   np.testing.assert_allclose(got[..., :4], want.real, atol=5e-4)
   np.testing.assert_allclose(got[..., 4:], want.imag, atol=5e-4)
+
+
+def test_gradient_of_a_rotation_equals_finite_differences():
+  rng = np.random.default_rng(0)
+  x = rng.normal(size=(2, 3, 4, 8)).astype(np.float32)
+  angles = rope.angles(np.arange(6).reshape(2, 3), np.array([1, 0.5, 0.2, 0.1]))
+  test_util.check_grads(
+      lambda x: rope.rotate(x, *angles), (x,), order=1, modes=['rev'],
+      atol=1e-2, rtol=1e-2,
+  )
 
 
 def test_products_depend_on_the_distance_alone():
