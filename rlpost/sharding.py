@@ -102,6 +102,16 @@ def check_rows(rows: int, mesh, what: str):
     )
 
 
+def check_tokens(length: int, mesh, what: str):
+  """Raises unless tokens divide over the context axis; says what would."""
+  ways = mesh.shape['context']
+  if length % ways:
+    raise errors.InputError(
+        f'{length} {what} must divide over {ways} devices of the context '
+        f'axis; make it {-(-length // ways) * ways}.'
+    )
+
+
 def constrain(x, axes):
   """Asks for the sharding of `axes` inside a program; none without a mesh."""
   mesh = jax.sharding.get_abstract_mesh()

@@ -4,10 +4,11 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from rlpost.ops import blockwise, visibility
+from rlpost.ops import blockwise, context, visibility
 from rlpost.ops.visibility import MASKED, SharedPrefix, Where, visible
 
 causal = visibility.causal
+BACKENDS = 'dense', 'blockwise', *context.WAYS
 
 
 def attention(
@@ -22,12 +23,14 @@ def attention(
     k_BSJP, v_BSJP: keys and values with J heads; J divides H.
     query: where the queries stand.
     key: where the keys stand; the same as `query` if None.
-    backend: 'dense' holds all scores; 'blockwise' holds `block` x `block`.
+    backend: one of `BACKENDS`. 'dense' holds all scores, 'blockwise' holds
+      `block` x `block`; 'ring', 'all_gather' and 'ulysses' are blockwise over
+      tokens that are spread over the context axis of the mesh.
     window: see only keys less than this many positions back.
     layout: a promise that lets 'dense' skip scores between samples.
-    block: edge of a block for 'blockwise', in tokens.
-    masks: `masks(query, key, window=, layout=)`, for 'dense', where several
-      layers share them.
+    block: edge of a block for all but 'dense', in tokens.
+    masks: what `score_masks` gives for the same arguments; for 'dense', where
+      several layers share them.
 
   Returns:
     [B, T, H, P] in the dtype of the queries; 0 where nothing is visible.
@@ -42,8 +45,12 @@ def attention(
     return blockwise.attention(
         q_BTHP, k_BSJP, v_BSJP, query, key, window=window, block=block
     )
+  if backend in context.WAYS:
+    return context.attention(
+        backend, q_BTHP, k_BSJP, v_BSJP, query, key, window=window, block=block
+    )
   if backend != 'dense':
-    raise ValueError(f'{backend=} must be dense or blockwise.')
+    raise ValueError(f'{backend=} must be one of {BACKENDS}.')
   if masks is None:
     masks = score_masks(query, key, window=window, layout=layout)
   q = visibility.blank(q_BTHP, query.segment)

@@ -76,37 +76,42 @@ def _attend(q, k, v, query, key, window, block):
   return _forward(q, k, v, query, key, window, block)[0]
 
 
-class _Blocks(NamedTuple):
-  """Inputs cut into I blocks of queries (c tokens) and N of keys (s tokens).
-
-  `live` [I, N] lists, for each block of queries, first the `count` [I] blocks
-  of keys that it must visit.
-  """
+class Queries(NamedTuple):
+  """I blocks of c queries."""
 
   q: Any  # [I, B, J, G c, P], scaled
+  where: Where  # [I, B, c] each
+
+
+class Keys(NamedTuple):
+  """N blocks of s keys and values."""
+
   k: Any  # [N, B, J, s, P]
   v: Any  # [N, B, J, s, P]
-  query: Where  # [I, B, c] each
-  key: Where  # [N, B, s] each
-  live: Any
-  count: Any
+  where: Where  # [N, B, s] each
 
 
-def _cut(q, k, v, query, key, window, block):
-  groups = q.shape[2] // k.shape[2]
-  size, key_size = _edge(q.shape[1], block), _edge(k.shape[1], block)
-  query, key = _cut_where(query, size), _cut_where(key, key_size)
-  live = _may_see(query, key, window)
-  q = q * jnp.asarray(q.shape[-1] ** -0.5, q.dtype)
-  return _Blocks(
-      q=_cut_heads(q, groups, size),
-      k=_cut_heads(k, 1, key_size),
-      v=_cut_heads(v, 1, key_size),
-      query=query,
-      key=key,
-      live=jnp.argsort(~live, axis=1, stable=True),
-      count=live.sum(1),
+def cut_queries(q_BTHP, where: Where, groups: int, block: int) -> Queries:
+  """Blocks of queries, `groups` of them to a key head."""
+  size = _edge(q_BTHP.shape[1], block)
+  q = q_BTHP * jnp.asarray(q_BTHP.shape[-1] ** -0.5, q_BTHP.dtype)
+  return Queries(cut_heads(q, groups, size), _cut_where(where, size))
+
+
+def cut_keys(k_BSJP, v_BSJP, where: Where, block: int) -> Keys:
+  """Blocks of keys and values."""
+  size = _edge(k_BSJP.shape[1], block)
+  return Keys(
+      cut_heads(k_BSJP, 1, size), cut_heads(v_BSJP, 1, size),
+      _cut_where(where, size),
   )
+
+
+def _visits(queries: Queries, keys: Keys, window):
+  """(live [I, N], count [I]): for each block of queries, first the `count`
+  blocks of keys that it must visit."""
+  live = _may_see(queries.where, keys.where, window)
+  return jnp.argsort(~live, axis=1, stable=True), live.sum(1)
 
 
 def _may_see(query: Where, key: Where, window):
@@ -157,7 +162,7 @@ def _cut_where(where, size):
   return Where(*(x.reshape(B, -1, size).swapaxes(0, 1) for x in padded))
 
 
-def _cut_heads(x_BTHP, groups, size):
+def cut_heads(x_BTHP, groups, size):
   """[B, I c, J G, P] -> [I, B, J, G c, P]."""
   x = _pad(x_BTHP, size)
   B, T, H, P = x.shape
@@ -166,8 +171,8 @@ def _cut_heads(x_BTHP, groups, size):
   return x.reshape(T // size, B, H // groups, groups * size, P)
 
 
-def _join_heads(x, groups, length):
-  """The inverse of `_cut_heads`, cut back to `length`."""
+def join_heads(x, groups, length):
+  """The inverse of `cut_heads`, cut back to `length`."""
   count, B, J, rows, P = x.shape
   x = x.reshape(count, B, J, groups, rows // groups, P)
   x = x.transpose(1, 0, 4, 2, 3, 5)
@@ -199,19 +204,32 @@ def _scores(q, k, query, key, window):
   return scores.reshape(B, J, rows, s)
 
 
-def _forward(q, k, v, query, key, window, block):
-  # Inside a scan over layers, all that depends only on the layout would be
-  # computed for every block at once and stored; tied to q, it is not.
-  q_, query_, key_ = jax.lax.optimization_barrier((q, query, key))
-  blocks = _cut(q_, k, v, query_, key_, window, block)
-  groups = q.shape[2] // k.shape[2]
+class Sums(NamedTuple):
+  """Running maximum and sum [I, B, J, G c], and output [..., P], in fp32."""
+
+  top: Any
+  total: Any
+  out: Any
+
+
+def no_sums(queries: Queries) -> Sums:
+  """What queries have before they saw a key."""
+  shape = queries.q.shape
+  return Sums(
+      jnp.full(shape[:-1], _FLOOR), jnp.zeros(shape[:-1]),
+      jnp.zeros(shape, jnp.float32),
+  )
+
+
+def accumulate(sums: Sums, queries: Queries, keys: Keys, window) -> Sums:
+  """Adds what the queries see of these keys."""
 
   def one_query_block(_, args):
-    q, query, live, count = args
+    (q, query), sums, live, count = args
 
-    def visit(n, state):
-      top, total, out = state
-      k, v, key = _pick((blocks.k, blocks.v, blocks.key), live[n])
+    def visit(n, sums):
+      top, total, out = sums
+      k, v, key = _pick(keys, live[n])
       scores = _scores(q, k, query, key, window)
       new = jnp.maximum(top, scores.max(-1))
       p = jnp.exp(scores - new[..., None])
@@ -220,48 +238,55 @@ def _forward(q, k, v, query, key, window, block):
       out = out * fade[..., None] + _product(
           'bjqs,bjsp->bjqp', p.astype(v.dtype), v
       )
-      return new, total, out
+      return Sums(new, total, out)
 
-    start = (
-        jnp.full(q.shape[:-1], _FLOOR),
-        jnp.zeros(q.shape[:-1]),
-        jnp.zeros(q.shape, jnp.float32),
-    )
-    top, total, out = jax.lax.fori_loop(0, count, visit, start)
-    some = total > 0
-    total = jnp.where(some, total, 1.0)
-    lse = jnp.where(some, top + jnp.log(total), MASKED)
-    return None, (out / total[..., None], lse)
+    return None, jax.lax.fori_loop(0, count, visit, sums)
 
-  _, (out, lse) = jax.lax.scan(
-      one_query_block, None,
-      (blocks.q, blocks.query, blocks.live, blocks.count),
-  )
-  out = _join_heads(out, groups, q.shape[1]).astype(q.dtype)
-  lse = _join_heads(lse[..., None], groups, q.shape[1])[..., 0]
-  return (out, lse), (q, k, v, query, key, out, lse)
+  return jax.lax.scan(
+      one_query_block, None, (queries, sums, *_visits(queries, keys, window))
+  )[1]
 
 
-def _backward(window, block, residuals, cotangents):
-  q, k, v, query, key, out, lse = residuals
-  d_out, d_lse = cotangents
-  d_out, query, key = jax.lax.optimization_barrier((d_out, query, key))
-  blocks = _cut(q, k, v, query, key, window, block)
-  groups, size = q.shape[2] // k.shape[2], blocks.query.segment.shape[-1]
-  # dS = P (dP - sum_p dO O + d lse), dP = dO V^T.
-  delta = (d_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1) - d_lse
-  lse = jnp.maximum(lse, _FLOOR)  # a row that saw nothing: exp gives 0
+def finish(sums: Sums):
+  """(output [I, B, J, G c, P], log-sum-exp [I, B, J, G c])."""
+  some = sums.total > 0
+  total = jnp.where(some, sums.total, 1.0)
+  lse = jnp.where(some, sums.top + jnp.log(total), MASKED)
+  return sums.out / total[..., None], lse
+
+
+class Pull(NamedTuple):
+  """What the backward pass knows of each block of queries.
+
+  With P the weights: dS = P (dP - delta), dP = dO V^T, and
+  delta = sum_p dO O - d lse.
+  """
+
+  d_out: Any
+  delta: Any
+  lse: Any
+
+
+def cut_pull(d_out, d_lse, out, lse, groups, size, dtype) -> Pull:
+  """Of [B, T, H, P] and [B, T, H]; `size` queries to a block."""
+  delta = (d_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1)
   delta, lse = (
-      _cut_heads(x[..., None], groups, size)[..., 0] for x in (delta, lse)
+      cut_heads(x[..., None], groups, size)[..., 0]
+      for x in (delta - d_lse, jnp.maximum(lse, _FLOOR))  # nothing seen: exp 0
   )
-  d_out = _cut_heads(d_out.astype(v.dtype), groups, size)
+  return Pull(cut_heads(d_out.astype(dtype), groups, size), delta, lse)
+
+
+def gradients(d_q, queries: Queries, keys: Keys, pull: Pull, window):
+  """fp32 gradients in blocks: (`d_q` and what these keys add to that of the
+  scaled queries, that of the keys, that of the values)."""
 
   def one_query_block(carry, args):
-    q, query, live, count, d_out, delta, lse = args
+    d_q, (q, query), (d_out, delta, lse), live, count = args
 
     def visit(n, state):
       d_q, d_k, d_v = state
-      k, v, key = _pick((blocks.k, blocks.v, blocks.key), live[n])
+      k, v, key = _pick(keys, live[n])
       p = jnp.exp(_scores(q, k, query, key, window) - lse[..., None])
       d_p = _product('bjqp,bjsp->bjqs', d_out, v)
       d_s = (p * (d_p - delta[..., None])).astype(k.dtype)
@@ -271,20 +296,56 @@ def _backward(window, block, residuals, cotangents):
       d_v = _add_at(d_v, live[n], _product('bjqs,bjqp->bjsp', p, d_out))
       return d_q, d_k, d_v
 
-    start = jnp.zeros(q.shape, jnp.float32), *carry
-    d_q, *carry = jax.lax.fori_loop(0, count, visit, start)
+    d_q, *carry = jax.lax.fori_loop(0, count, visit, (d_q, *carry))
     return tuple(carry), d_q
 
-  start = tuple(jnp.zeros(x.shape, jnp.float32) for x in (blocks.k, blocks.v))
+  start = tuple(jnp.zeros(x.shape, jnp.float32) for x in (keys.k, keys.v))
   (d_k, d_v), d_q = jax.lax.scan(
       one_query_block, start,
-      (blocks.q, blocks.query, blocks.live, blocks.count, d_out, delta, lse),
+      (d_q, queries, pull, *_visits(queries, keys, window)),
   )
-  d_q = _join_heads(d_q, groups, q.shape[1]) * q.shape[-1] ** -0.5
-  d_k, d_v = (_join_heads(x, 1, k.shape[1]) for x in (d_k, d_v))
-  return (
-      d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype), None, None
-  )
+  return d_q, d_k, d_v
+
+
+def _forward(q, k, v, query, key, window, block):
+  # Inside a scan over layers, all that depends only on the layout would be
+  # computed for every block at once and stored; tied to q, it is not.
+  q_, query_, key_ = jax.lax.optimization_barrier((q, query, key))
+  groups = q.shape[2] // k.shape[2]
+  queries = cut_queries(q_, query_, groups, block)
+  keys = cut_keys(k, v, key_, block)
+  found = finish(accumulate(no_sums(queries), queries, keys, window))
+  out, lse = joined(*found, groups, q)
+  return (out, lse), (q, k, v, query, key, out, lse)
+
+
+def joined(out, lse, groups, like_BTHP):
+  """[B, T, H, P] in the dtype of the queries, and [B, T, H], of blocks."""
+  length = like_BTHP.shape[1]
+  out = join_heads(out, groups, length).astype(like_BTHP.dtype)
+  return out, join_heads(lse[..., None], groups, length)[..., 0]
+
+
+def _backward(window, block, residuals, cotangents):
+  q, k, v, query, key, out, lse = residuals
+  d_out, d_lse = cotangents
+  d_out, query, key = jax.lax.optimization_barrier((d_out, query, key))
+  groups = q.shape[2] // k.shape[2]
+  queries = cut_queries(q, query, groups, block)
+  keys = cut_keys(k, v, key, block)
+  size = queries.where.segment.shape[-1]
+  pull = cut_pull(d_out, d_lse, out, lse, groups, size, v.dtype)
+  zero = jnp.zeros(queries.q.shape, jnp.float32)
+  found = gradients(zero, queries, keys, pull, window)
+  return *joined_gradients(*found, q, k, v), None, None
+
+
+def joined_gradients(d_q, d_k, d_v, q, k, v):
+  """Gradients in blocks, as the arrays they belong to."""
+  groups = q.shape[2] // k.shape[2]
+  d_q = join_heads(d_q, groups, q.shape[1]) * q.shape[-1] ** -0.5
+  d_k, d_v = (join_heads(x, 1, k.shape[1]) for x in (d_k, d_v))
+  return d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype)
 
 
 _attend.defvjp(_forward, _backward)

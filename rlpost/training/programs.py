@@ -145,6 +145,7 @@ def programs(
   `rollouts.engine.functions` as '<kind>/<name>'.
   """
   sharding.check_rows(shapes.rows, mesh, 'rows')
+  sharding.check_tokens(shapes.length, mesh, 'tokens of a row')
   known = abstract(shapes, mesh)
   batch = batch_shapes(shapes, mesh)
   scalar = jax.ShapeDtypeStruct((), jnp.int32)

@@ -18,6 +18,7 @@ from rlpost.models import transformer
 from rlpost.models.config import ModelConfig
 from rlpost.ops import logprobs
 from rlpost.ops.attention import (
+  BACKENDS,
   SharedPrefix,
   Where,
   attention,
@@ -34,7 +35,7 @@ class StepConfig:
     model: shape of the decoder.
     recipe: what is trained on.
     layout: a promise about the rows, or None.
-    backend: of attention, 'dense' or 'blockwise'.
+    backend: of attention, one of `ops.attention.BACKENDS`.
     remat: what the backward pass computes again.
     chunk: loss slots whose logits exist at one time.
     clip_norm: the gradient is scaled down to this global norm.
@@ -53,7 +54,7 @@ class StepConfig:
   def __post_init__(self):
     # Here, for a program is traced minutes after a run began.
     for name, known in (
-        ('backend', ('dense', 'blockwise')), ('remat', transformer.REMAT),
+        ('backend', BACKENDS), ('remat', transformer.REMAT),
         ('dtype', ('float32', 'bfloat16', 'float16')),
     ):
       if getattr(self, name) not in known:

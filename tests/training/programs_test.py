@@ -18,12 +18,13 @@ from rlpost.training import step as steps
 from tests import compilation, reference
 from tests.training import batches
 
-# 1, 2, 4 and 8 devices; every axis is split somewhere, one model is stacked.
+# 1 to 8 devices; every axis is split somewhere, two models are stacked.
 MESHES = {
-    'one': ({}, False),
-    'two': ({'context': 2}, False),
-    'four': ({'fsdp': 2, 'tensor': 2}, True),
-    'eight': ({'data': 2, 'fsdp': 2, 'context': 2}, False),
+    'one': ({}, False, 'dense'),
+    'two': ({'context': 2}, False, 'dense'),
+    'three': ({'context': 3}, False, 'ring'),
+    'four': ({'fsdp': 2, 'tensor': 2}, True, 'dense'),
+    'eight': ({'data': 2, 'fsdp': 2, 'context': 2}, True, 'ring'),
 }
 ROWS, MICRO = 4, 2
 OPTIMIZER = states.adamw(
@@ -31,11 +32,14 @@ OPTIMIZER = states.adamw(
 )
 
 
-def shapes(stacked=False, trainable='.*', name='grpo', **more):
+def shapes(
+    stacked=False, trainable='.*', name='grpo', backend='dense', **more
+):
   recipe = recipes.recipe(name, anchor='old', correction='token_truncation')
   return program_lib.Shapes(
       step=steps.StepConfig(
-          batches.MODEL, recipe, layout=batches.LAYOUT, chunk=64
+          batches.MODEL, recipe, layout=batches.LAYOUT, chunk=64,
+          backend=backend,
       ),
       stacked=stacked, trainable=trainable, optimizer=OPTIMIZER, rows=ROWS,
       micro=MICRO, slots=batches.SLOTS, length=batches.LENGTH, scored=True,
@@ -76,9 +80,9 @@ def host(params):
 
 def two_updates(name, params, batch):
   """Both reports and the parameters after each update on a mesh."""
-  sizes, stacked = MESHES[name]
+  sizes, stacked, backend = MESHES[name]
   mesh = sharding.make_mesh(**sizes)
-  config = shapes(stacked)
+  config = shapes(stacked, backend=backend)
   count, out = np.int32(MICRO), {'reports': [], 'params': [], 'scores': []}
   with sharding.use(mesh):
     made = program_lib.programs(config, mesh)
@@ -141,7 +145,7 @@ def test_updates_are_the_same_on_any_mesh(params, batch, name):
 
 @pytest.mark.parametrize('name', MESHES)
 def test_parameters_and_moments_lie_where_the_table_says(params, batch, name):
-  sizes, stacked = MESHES[name]
+  sizes, stacked, _ = MESHES[name]
   mesh = sharding.make_mesh(**sizes)
   known = program_lib.abstract(shapes(stacked), mesh)
   for key, found in result(name, params, batch)['shardings'].items():

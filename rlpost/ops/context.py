@@ -1,0 +1,201 @@
+"""Attention over a sequence that is spread over a mesh axis.
+
+Three ways to the same result, each called with whole arrays of which every
+device of the `context` axis holds an equal piece of the tokens, in any order:
+the visibility rule reads orders and segments, which travel with the keys.
+
+- ring: keys and values go round the ring, a hop while a block is computed; a
+  device holds two pieces of them at a time (Liu et al., 2023,
+  arXiv:2310.01889).
+- all_gather: each device gathers all keys and values.
+- ulysses: each device trades its piece of all heads for all tokens of its
+  heads (Jacobs et al., 2023, arXiv:2309.14509).
+
+All are exact, softmax state in fp32; gradients of ring go round as well.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from rlpost import errors, sharding
+from rlpost.ops import blockwise
+from rlpost.ops.visibility import Where, blank
+
+AXIS = sharding.RULES['time']
+
+
+def zigzag(length: int, ways: int) -> np.ndarray:
+  """int32 [length]: the token in each place, so that devices work alike.
+
+  The sequence is cut into 2 `ways` chunks; device i holds chunks i and
+  2 `ways` - 1 - i, so under a causal mask each has the same number of visible
+  pairs. `np.argsort` gives the way back.
+
+  Raises:
+    InputError: the length does not divide by 2 `ways`.
+  """
+  if length % (2 * ways):
+    raise errors.InputError(
+        f'{length=} tokens must divide by {2 * ways}, two chunks for each of '
+        f'{ways} devices; pad to {-(-length // (2 * ways)) * 2 * ways}.'
+    )
+  chunks = np.arange(length, dtype=np.int32).reshape(2 * ways, -1)
+  order = [c for i in range(ways) for c in (i, 2 * ways - 1 - i)]
+  return chunks[order].reshape(-1)
+
+
+def attention(
+    way: str, q_BTHP, k_BSJP, v_BSJP, query: Where, key: Where, *,
+    window=None, block=256,
+):
+  """Softmax attention of queries and keys spread over the context axis.
+
+  Needs the mesh of `sharding.use`. Rows are spread as batches are, heads over
+  the tensor axis where both kinds divide.
+
+  Args:
+    way: a key of `WAYS`.
+
+  Returns:
+    [B, T, H, P], spread like the queries.
+
+  Raises:
+    InputError: tokens, or for 'ulysses' heads, do not divide.
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  ways = mesh.shape.get(AXIS, 1) if not mesh.empty else 1
+  heads, kv_heads = q_BTHP.shape[2], k_BSJP.shape[2]
+  if mesh.empty:
+    return blockwise.attention(
+        q_BTHP, k_BSJP, v_BSJP, query, key, window=window, block=block
+    )
+  sharding.check_tokens(q_BTHP.shape[1], mesh, 'queries')
+  sharding.check_tokens(k_BSJP.shape[1], mesh, 'keys')
+  tensor = mesh.shape['tensor']
+  split = tensor if heads % tensor == kv_heads % tensor == 0 else 1
+  if way == 'ulysses' and heads // split % ways:
+    raise errors.InputError(
+        f"'ulysses' needs heads that divide over {ways} devices of the context "
+        f"axis; there are {heads // split} on each. Use 'ring'."
+    )
+  rows = sharding.RULES['batch']
+  if q_BTHP.shape[0] % sharding.batch_ways(mesh):
+    rows = None
+  tokens = PartitionSpec(rows, AXIS)
+  states = PartitionSpec(rows, AXIS, 'tensor' if split > 1 else None, None)
+  run = jax.shard_map(
+      functools.partial(WAYS[way], window=window, block=block), mesh=mesh,
+      in_specs=(states, states, states, tokens, tokens), out_specs=states,
+      check_vma=False,
+  )
+  q, k, v = (
+      blank(x, where.segment)
+      for x, where in ((q_BTHP, query), (k_BSJP, key), (v_BSJP, key))
+  )
+  return blank(run(q, k, v, query, key), query.segment)
+
+
+def _all_gather(q, k, v, query, key, *, window, block):
+  k, v, key = jax.tree.map(
+      lambda x: jax.lax.all_gather(x, AXIS, axis=1, tiled=True), (k, v, key)
+  )
+  return blockwise.attention(
+      q, k, v, query, key, window=window, block=block
+  )
+
+
+def _ulysses(q, k, v, query, key, *, window, block):
+  ways = jax.lax.axis_size(AXIS)
+  if k.shape[2] % ways:
+    # As many key heads as devices need; a repeat stays beside its own.
+    repeats = q.shape[2] // k.shape[2]
+    if ways % k.shape[2] == 0:
+      repeats = ways // k.shape[2]
+    k, v = (jnp.repeat(x, repeats, axis=2) for x in (k, v))
+
+  def trade(x, split, concat):
+    return jax.lax.all_to_all(
+        x, AXIS, split_axis=split, concat_axis=concat, tiled=True
+    )
+
+  query, key = jax.tree.map(
+      lambda x: jax.lax.all_gather(x, AXIS, axis=1, tiled=True), (query, key)
+  )
+  out = blockwise.attention(
+      *(trade(x, 2, 1) for x in (q, k, v)), query, key, window=window,
+      block=block,
+  )
+  return trade(out, 1, 2)
+
+
+def _ring(q, k, v, query, key, *, window, block):
+  return _ring_attend(q, k, v, query, key, window, block)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def _ring_attend(q, k, v, query, key, window, block):
+  return _ring_forward(q, k, v, query, key, window, block)[0]
+
+
+def _pass_on(tree):
+  """Everybody's piece goes to the next device of the ring."""
+  ways = jax.lax.axis_size(AXIS)
+  around = [(i, (i + 1) % ways) for i in range(ways)]
+  return jax.tree.map(lambda x: jax.lax.ppermute(x, AXIS, around), tree)
+
+
+def _ring_forward(q, k, v, query, key, window, block):
+  # See `blockwise`: a scan over layers would store every mask.
+  q_, query_, key_ = jax.lax.optimization_barrier((q, query, key))
+  groups = q.shape[2] // k.shape[2]
+  queries = blockwise.cut_queries(q_, query_, groups, block)
+  keys = blockwise.cut_keys(k, v, key_, block)
+
+  def hop(carry, _):
+    sums, keys = carry
+    coming = _pass_on(keys)  # on its way while these are used
+    return (blockwise.accumulate(sums, queries, keys, window), coming), None
+
+  carry = blockwise.no_sums(queries), keys
+  ways = jax.lax.axis_size(AXIS)
+  sums, keys = jax.lax.scan(hop, carry, None, length=ways - 1)[0]
+  sums = blockwise.accumulate(sums, queries, keys, window)
+  out, lse = blockwise.joined(*blockwise.finish(sums), groups, q)
+  return out, (q, k, v, query, key, out, lse)
+
+
+def _ring_backward(window, block, residuals, d_out):
+  q, k, v, query, key, out, lse = residuals
+  d_out, query, key = jax.lax.optimization_barrier((d_out, query, key))
+  groups = q.shape[2] // k.shape[2]
+  queries = blockwise.cut_queries(q, query, groups, block)
+  keys = blockwise.cut_keys(k, v, key, block)
+  size = queries.where.segment.shape[-1]
+  pull = blockwise.cut_pull(d_out, 0.0, out, lse, groups, size, v.dtype)
+
+  def hop(carry, _):
+    # One hop behind: what the last one added and the next keys both travel
+    # while these keys are used. Adding first would leave nothing to hide it.
+    d_q, d_kv, keys = carry
+    d_kv, coming = _pass_on(d_kv), _pass_on(keys)
+    d_q, *more = blockwise.gradients(d_q, queries, keys, pull, window)
+    d_kv = [a + b for a, b in zip(d_kv, more, strict=True)]
+    return (d_q, d_kv, coming), None
+
+  coming = _pass_on(keys)
+  d_q = jnp.zeros(queries.q.shape, jnp.float32)
+  d_q, *d_kv = blockwise.gradients(d_q, queries, keys, pull, window)
+  ways = jax.lax.axis_size(AXIS)
+  carry = d_q, d_kv, coming
+  d_q, d_kv, _ = jax.lax.scan(hop, carry, None, length=ways - 1)[0]
+  found = blockwise.joined_gradients(d_q, *_pass_on(d_kv), q, k, v)
+  return *found, None, None
+
+
+_ring_attend.defvjp(_ring_forward, _ring_backward)
+
+WAYS = {'ring': _ring, 'all_gather': _all_gather, 'ulysses': _ulysses}
