@@ -11,7 +11,7 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
   config = ml_collections.ConfigDict()
   config.launcher = 'experiments.train'
   config.seed = 0
-  config.steps = 30
+  config.steps = 34
   config.model = {
       'source': 'smollm2',
       'value_head': False,
@@ -49,9 +49,9 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
       'dynamic_sampling': False,
   }
   config.optimizer = {
-      'learning_rate': 1.5e-5,
+      'learning_rate': 2.5e-5,
       'warmup_steps': 3,
-      'decay': 'constant',
+      'decay': 'linear',
       'b1': 0.9,
       'b2': 0.99,
       'weight_decay': 0.0,
@@ -73,7 +73,7 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
   config.curriculum = {'decay': 0.9, 'explore': 0.2}
   config.reward_scale = {'decay': 0.999, 'floor': 0.1}
   config.evaluation = {'samples': 3, 'temperature': 1.0}
-  config.checkpoint = {'every': 15, 'keep_latest': 1}
+  config.checkpoint = {'every': 17, 'keep_latest': 1}
   if variant == 'smoke':
     _smoke(config)
   elif variant:
