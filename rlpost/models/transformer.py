@@ -188,6 +188,7 @@ def hidden(
   Args:
     attend: `attend(q, k, v) -> o`, closed over the visibility.
     remat: 'none', 'full' or 'dots': what the backward pass computes again.
+      On CPU it needs stacked layers: XLA merges what unrolled ones repeat.
     dtype: of activations and of weights inside products.
   """
   x = embed(params, tokens_BT, dtype)

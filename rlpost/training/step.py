@@ -36,7 +36,8 @@ class StepConfig:
     recipe: what is trained on.
     layout: a promise about the rows, or None.
     backend: of attention, one of `ops.attention.BACKENDS`.
-    remat: what the backward pass computes again.
+    remat: what the backward pass computes again. XLA's CPU back end undoes it
+      between per-layer leaves: there it needs the stacked layout.
     chunk: loss slots whose logits exist at one time.
     clip_norm: the gradient is scaled down to this global norm.
     dtype: of activations.
