@@ -7,8 +7,9 @@ Every item is read back and must have the digest that was recorded. Without
 """
 
 import json
+import warnings
 
-from absl import flags
+from absl import flags, logging
 
 from experiments import launching
 from rlpost import errors
@@ -22,6 +23,9 @@ def main(config, workdir):
   del config
   from rlpost.training import checkpoint
 
+  # Orbax warns about every item that it describes and does not restore.
+  logging.set_verbosity(logging.ERROR)
+  warnings.filterwarnings('ignore', 'Sharding info not provided')
   saved = checkpoint.Checkpoints(workdir, read_only=True)
   report = inspect_step(saved, STEP.value)
   if JSON.value:

@@ -39,6 +39,7 @@ def test_the_command_prints_the_digests(tmp_path):
       check=True, capture_output=True, text=True,
       env=os.environ | {'JAX_PLATFORMS': 'cpu'},
   )
+  assert not out.stderr
   report = json.loads(out.stdout)
   whole, items = digest.state_sha256(_items(2))
   assert report['state_sha256'] == whole
