@@ -47,6 +47,7 @@ setuptools.setup(
     'oracle': ['accelerate', 'regex', 'torch', 'transformers>=5,<6'],
     'tensorboard': ['tensorboardX>=2.6.5,<3'],
     'tpu': ['jax[tpu]'],
+    'tpu-aot': ['libtpu==0.0.42.*'],
     'wandb': ['wandb'],
   },
 )

@@ -1,0 +1,94 @@
+"""The ring as a TPU would run it: compiled ahead of time, no TPU needed.
+
+Needs the extra `tpu-aot`. In a process of its own: a compiler for TPUs must
+know of it before JAX starts.
+"""
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        importlib.util.find_spec('libtpu') is None,
+        reason='pip install rlpost[tpu-aot]',
+    ),
+]
+PROGRAM = """
+import functools, json
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+from rlpost import sharding
+from rlpost.ops import attention
+
+def ring(q, k, v, segment):
+  where = attention.causal(segment)
+  return attention.attention(
+      q, k, v, where, backend='ring', block=512
+  ).astype(jnp.float32).sum()
+
+found = topologies.get_topology_desc(platform='tpu', topology_name='v5e:2x4')
+mesh = sharding.make_mesh(context=8, devices=list(found.devices))
+with sharding.use(mesh):
+  def shape(heads):
+    place = sharding.named(mesh, (None, 'time', None, None))
+    return jax.ShapeDtypeStruct(
+        (1, 2**15, heads, 128), jnp.bfloat16, sharding=place
+    )
+
+  place = sharding.named(mesh, (None, 'time'))
+  segment = jax.ShapeDtypeStruct((1, 2**15), jnp.int32, sharding=place)
+  args = shape(8), shape(2), shape(2), segment
+  gradient = jax.grad(ring, argnums=(0, 1, 2))
+  texts = [jax.jit(f).lower(*args).compile().as_text() for f in (ring, gradient)]
+print(json.dumps(texts))
+"""
+
+
+@pytest.fixture(scope='module')
+def texts():
+  """Scheduled programs of the output and of the gradient."""
+  env = os.environ | {
+      'JAX_PLATFORMS': 'cpu', 'ALLOW_MULTIPLE_LIBTPU_LOAD': '1',
+      'TPU_SKIP_MDS_QUERY': '1',
+  }
+  done = subprocess.run(
+      [sys.executable, '-c', PROGRAM], check=True, text=True,
+      stdout=subprocess.PIPE, env=env,
+  )
+  return json.loads(done.stdout.splitlines()[-1])
+
+
+def hops(text):
+  """(permutes, those on their way while a loop runs) of each ring's body."""
+  for body in re.split(r'\n(?=(?:ENTRY )?%?[\w.\-]+ \()', text):
+    if body.startswith('ENTRY') or 'collective-permute-start' not in body:
+      continue
+    events = re.findall(
+        r'(%[\w.\-]+) = .*? (collective-permute-start|collective-permute-done|'
+        r'while)\((%?[\w.\-]*)', body,
+    )
+    loop = next(i for i, e in enumerate(events) if e[1] == 'while')
+    started = {e[0] for e in events[:loop] if e[1].endswith('start')}
+    ended = {e[2] for e in events[:loop] if e[1].endswith('done')}
+    total = sum(e[1].endswith('start') for e in events)
+    yield total, len(started - ended)
+
+
+def test_all_that_travels_forward_does_so_while_a_hop_is_computed(texts):
+  (found,) = hops(texts[0])
+  assert found == (4, 4)  # keys, values, orders, segments
+
+
+def test_most_of_what_travels_backward_does_so_too(texts):
+  forward, backward = sorted(hops(texts[1]))
+  assert forward == (4, 4)
+  total, hidden = backward
+  assert total == 6 and hidden >= 0.8 * total
