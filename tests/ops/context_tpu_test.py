@@ -47,7 +47,9 @@ with sharding.use(mesh):
   segment = jax.ShapeDtypeStruct((1, 2**15), jnp.int32, sharding=place)
   args = shape(8), shape(2), shape(2), segment
   gradient = jax.grad(ring, argnums=(0, 1, 2))
-  texts = [jax.jit(f).lower(*args).compile().as_text() for f in (ring, gradient)]
+  texts = [
+      jax.jit(f).lower(*args).compile().as_text() for f in (ring, gradient)
+  ]
 print(json.dumps(texts))
 """
 
