@@ -4,12 +4,12 @@
   tools/run tiny:smoke             two steps of the same
 
 What it reaches on 64 held-out tasks of each of four domains, two CPU cores,
-40 to 45 CPU seconds (mean over domains at T = 1; intervals of 95 %):
+37 to 39 CPU seconds (mean over domains at T = 1; intervals of 95 %):
 
   seed   after the warm-up     after RL            greedy
-  0      0.55 [0.50, 0.59]     0.78 [0.74, 0.82]   0.72 -> 0.84
-  1      0.64 [0.60, 0.67]     0.93 [0.90, 0.95]   0.73 -> 0.97
-  2      0.46 [0.42, 0.50]     0.73 [0.69, 0.77]   0.62 -> 0.78
+  0      0.55 [0.51, 0.59]     0.80 [0.75, 0.83]   0.71 -> 0.85
+  1      0.64 [0.60, 0.67]     0.90 [0.86, 0.92]   0.73 -> 0.93
+  2      0.46 [0.42, 0.50]     0.79 [0.75, 0.83]   0.62 -> 0.83
 
 The learning rate was chosen on the held-out pool of seed 0. At four times that
 rate it unlearns what it could copy.
