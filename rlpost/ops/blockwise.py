@@ -95,14 +95,14 @@ def cut_queries(q_BTHP, where: Where, groups: int, block: int) -> Queries:
   """Blocks of queries, `groups` of them to a key head."""
   size = _edge(q_BTHP.shape[1], block)
   q = q_BTHP * jnp.asarray(q_BTHP.shape[-1] ** -0.5, q_BTHP.dtype)
-  return Queries(cut_heads(q, groups, size), _cut_where(where, size))
+  return Queries(_cut_heads(q, groups, size), _cut_where(where, size))
 
 
 def cut_keys(k_BSJP, v_BSJP, where: Where, block: int) -> Keys:
   """Blocks of keys and values."""
   size = _edge(k_BSJP.shape[1], block)
   return Keys(
-      cut_heads(k_BSJP, 1, size), cut_heads(v_BSJP, 1, size),
+      _cut_heads(k_BSJP, 1, size), _cut_heads(v_BSJP, 1, size),
       _cut_where(where, size),
   )
 
@@ -162,7 +162,7 @@ def _cut_where(where, size):
   return Where(*(x.reshape(B, -1, size).swapaxes(0, 1) for x in padded))
 
 
-def cut_heads(x_BTHP, groups, size):
+def _cut_heads(x_BTHP, groups, size):
   """[B, I c, J G, P] -> [I, B, J, G c, P]."""
   x = _pad(x_BTHP, size)
   B, T, H, P = x.shape
@@ -171,8 +171,8 @@ def cut_heads(x_BTHP, groups, size):
   return x.reshape(T // size, B, H // groups, groups * size, P)
 
 
-def join_heads(x, groups, length):
-  """The inverse of `cut_heads`, cut back to `length`."""
+def _join_heads(x, groups, length):
+  """The inverse of `_cut_heads`, cut back to `length`."""
   count, B, J, rows, P = x.shape
   x = x.reshape(count, B, J, groups, rows // groups, P)
   x = x.transpose(1, 0, 4, 2, 3, 5)
@@ -271,10 +271,10 @@ def cut_pull(d_out, d_lse, out, lse, groups, size, dtype) -> Pull:
   """Of [B, T, H, P] and [B, T, H]; `size` queries to a block."""
   delta = (d_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1)
   delta, lse = (
-      cut_heads(x[..., None], groups, size)[..., 0]
+      _cut_heads(x[..., None], groups, size)[..., 0]
       for x in (delta - d_lse, jnp.maximum(lse, _FLOOR))  # nothing seen: exp 0
   )
-  return Pull(cut_heads(d_out.astype(dtype), groups, size), delta, lse)
+  return Pull(_cut_heads(d_out.astype(dtype), groups, size), delta, lse)
 
 
 def gradients(d_q, queries: Queries, keys: Keys, pull: Pull, window):
@@ -322,8 +322,8 @@ def _forward(q, k, v, query, key, window, block):
 def joined(out, lse, groups, like_BTHP):
   """[B, T, H, P] in the dtype of the queries, and [B, T, H], of blocks."""
   length = like_BTHP.shape[1]
-  out = join_heads(out, groups, length).astype(like_BTHP.dtype)
-  return out, join_heads(lse[..., None], groups, length)[..., 0]
+  out = _join_heads(out, groups, length).astype(like_BTHP.dtype)
+  return out, _join_heads(lse[..., None], groups, length)[..., 0]
 
 
 def _backward(window, block, residuals, cotangents):
@@ -343,8 +343,8 @@ def _backward(window, block, residuals, cotangents):
 def joined_gradients(d_q, d_k, d_v, q, k, v):
   """Gradients in blocks, as the arrays they belong to."""
   groups = q.shape[2] // k.shape[2]
-  d_q = join_heads(d_q, groups, q.shape[1]) * q.shape[-1] ** -0.5
-  d_k, d_v = (join_heads(x, 1, k.shape[1]) for x in (d_k, d_v))
+  d_q = _join_heads(d_q, groups, q.shape[1]) * q.shape[-1] ** -0.5
+  d_k, d_v = (_join_heads(x, 1, k.shape[1]) for x in (d_k, d_v))
   return d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype)
 
 

@@ -92,11 +92,7 @@ def attention(
       in_specs=(states, states, states, tokens, tokens), out_specs=states,
       check_vma=False,
   )
-  q, k, v = (
-      blank(x, where.segment)
-      for x, where in ((q_BTHP, query), (k_BSJP, key), (v_BSJP, key))
-  )
-  return blank(run(q, k, v, query, key), query.segment)
+  return run(q_BTHP, k_BSJP, v_BSJP, query, key)
 
 
 def _all_gather(q, k, v, query, key, *, window, block):
@@ -133,7 +129,10 @@ def _ulysses(q, k, v, query, key, *, window, block):
 
 
 def _ring(q, k, v, query, key, *, window, block):
-  return _ring_attend(q, k, v, query, key, window, block)
+  k, v = (blank(x, key.segment) for x in (k, v))
+  q = blank(q, query.segment)
+  out = _ring_attend(q, k, v, query, key, window, block)
+  return blank(out, query.segment)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))

@@ -1,25 +1,12 @@
 """Scoring: order, statuses, and one guilty answer among innocent ones."""
 
-import os
 
 import pytest
 
 from rlpost import errors, types, workers
-from rlpost.rewards import checkers, scoring
+from rlpost.rewards import scoring
 
 SPEC = {'name': 'exact', 'gold': 'g'}
-
-
-def check_with_faults(items):
-  """Stands for a checker that hangs, or takes its process down."""
-  for _, answer in items:
-    while answer == 'HANG':
-      pass
-    if answer == 'DIE':
-      os._exit(1)
-    if answer == 'RAISE':
-      raise KeyError('bug')
-  return checkers.check_many(items)
 
 
 @pytest.fixture(scope='module')
@@ -39,7 +26,7 @@ def faulty(pool):
     pool,
     batch_size=8,
     cpu_s=0.2,
-    function='tests.rewards.scoring_test:check_with_faults',
+    function='tests.rewards.faults:check_with_faults',
   )
 
 

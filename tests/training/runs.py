@@ -43,7 +43,7 @@ SMALL = {
 LONG = dataclasses.replace(
   tiny.FIRST, generate=functools.partial(tiny.first, size=14)
 )
-FAULTS = 'tests.training.faults:check_with_faults'
+FAULTS = 'tests.rewards.faults:check_with_faults'
 _programs = {}
 
 
