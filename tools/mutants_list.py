@@ -55,7 +55,7 @@ FAULTS = (
     ('a token does not see itself',
      '<= query.order[:, :, None]', '< query.order[:, :, None]'),
     ('a window is one token too wide',
-     'distance < window', 'distance <= window'),
+     'distance < rule.window', 'distance <= rule.window'),
     ('positions run on over the documents of a row',
      'Where(order, order - start,', 'Where(order, order,'),
     ('padding is weighed with 0 but not blanked',
@@ -68,7 +68,7 @@ FAULTS = (
     ('the gradient of the softmax leaves out its sum',
      '(x - mean) for w', 'x for w'),
     ('the window ends at the shared prompt',
-     'visible(tail, head, window).re', 'visible(tail, head, None).re'),
+     'visible(tail, head, rule).re', 'visible(tail, head).re'),
   )),
   ('rlpost/ops/logprobs.py', 'tests/ops/logprobs_test.py', (
     ('the gradient of the entropy is left out',

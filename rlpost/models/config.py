@@ -46,6 +46,7 @@ class ModelConfig:
     tied: the output head is the embedding table.
     max_position: longest sequence that the model was made for.
     value_head: add a scalar head beside the language head.
+    windows: of attention, layer by layer, over and over; None sees all.
   """
 
   vocab_size: int
@@ -61,6 +62,7 @@ class ModelConfig:
   tied: bool = True
   max_position: int = 8192
   value_head: bool = False
+  windows: tuple[int | None, ...] = (None,)
 
   def __post_init__(self):
     if self.num_heads % self.num_kv_heads:
@@ -69,6 +71,11 @@ class ModelConfig:
       )
     if self.head_dim % 2:
       raise errors.InputError(f'{self.head_dim=} must be even for RoPE.')
+    if not self.windows or self.num_layers % len(self.windows):
+      raise errors.InputError(
+          f'{self.num_layers=} must be a multiple of {len(self.windows)}, the '
+          f'length of {self.windows=}.'
+      )
 
   @property
   def qkv_rows(self) -> int:
@@ -87,6 +94,16 @@ CONFIGS = {
     'smollm2-135m': ModelConfig(
         vocab_size=49152, width=576, num_layers=30, num_heads=9,
         num_kv_heads=3, head_dim=64, hidden=1536, rope_theta=100_000.0,
+    ),
+    'llama3-8b': ModelConfig(
+        vocab_size=128256, width=4096, num_layers=32, num_heads=32,
+        num_kv_heads=8, head_dim=128, hidden=14336, rope_theta=500_000.0,
+        tied=False,
+    ),
+    'llama3-70b': ModelConfig(
+        vocab_size=128256, width=8192, num_layers=80, num_heads=64,
+        num_kv_heads=8, head_dim=128, hidden=28672, rope_theta=500_000.0,
+        tied=False,
     ),
     # 4M parameters with a toy vocabulary: the shape that benchmarks use.
     'small': ModelConfig(

@@ -186,7 +186,8 @@ def hidden(
   """Final hidden states [B, T, D], normed: what the heads read.
 
   Args:
-    attend: `attend(q, k, v) -> o`, closed over the visibility.
+    attend: `attend(q, k, v, window) -> o`, closed over the visibility;
+      `window` is the layer's of `config.windows`.
     remat: 'none', 'full' or 'dots': what the backward pass computes again.
       On CPU it needs stacked layers: XLA merges what unrolled ones repeat.
     dtype: of activations and of weights inside products.
@@ -195,24 +196,38 @@ def hidden(
   x = sharding.constrain(x, ('batch', 'time', None))
   cos, sin = rope(config, position_BT)
 
-  def one(x, w, cos, sin):
-    x, _ = block(config, w)(x, (cos, sin), lambda *a: (attend(*a), None))
-    return x
+  def one(window, x, w, cos, sin):
+    def look(q, k, v):
+      return attend(q, k, v, window), None
+
+    return block(config, w)(x, (cos, sin), look)[0]
 
   if remat not in REMAT:
     raise errors.InputError(f'{remat=} must be one of {sorted(REMAT)}.')
   scanned = is_stacked(params)
-  if remat != 'none':
-    one = jax.checkpoint(one, policy=REMAT[remat], prevent_cse=not scanned)
+  layers = {}  # one function per window: a layer is traced once
+  for window in config.windows:
+    layer_ = functools.partial(one, window)
+    if remat != 'none':
+      layer_ = jax.checkpoint(
+          layer_, policy=REMAT[remat], prevent_cse=not scanned
+      )
+    layers[window] = layer_ if scanned else jax.jit(layer_)
+  period = len(config.windows)
   if scanned:
-    stackd = {
-        k.removeprefix('layers/'): v
+    stacked = {
+        k.removeprefix('layers/'): v.reshape(-1, period, *v.shape[1:])
         for k, v in params.items() if k.startswith('layers/')
     }
-    x, _ = jax.lax.scan(lambda x, w: (one(x, w, cos, sin), None), x, stackd)
+
+    def some(x, w):
+      for i, window in enumerate(config.windows):
+        x = layers[window](x, {k: v[i] for k, v in w.items()}, cos, sin)
+      return x, None
+
+    x, _ = jax.lax.scan(some, x, stacked)
   else:
-    # Traced once, since every layer has the same shapes.
-    one = jax.jit(one)
     for i in range(config.num_layers):
-      x = one(x, layer(params, i), cos, sin)
+      window = config.windows[i % period]
+      x = layers[window](x, layer(params, i), cos, sin)
   return norm(config, params, x)

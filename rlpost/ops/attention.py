@@ -5,7 +5,14 @@ import jax
 import jax.numpy as jnp
 
 from rlpost.ops import blockwise, context, visibility
-from rlpost.ops.visibility import MASKED, SharedPrefix, Where, visible
+from rlpost.ops.visibility import (
+  MASKED,
+  PLAIN,
+  Rule,
+  SharedPrefix,
+  Where,
+  visible,
+)
 
 causal = visibility.causal
 BACKENDS = 'dense', 'blockwise', *context.WAYS
@@ -13,7 +20,7 @@ BACKENDS = 'dense', 'blockwise', *context.WAYS
 
 def attention(
     q_BTHP, k_BSJP, v_BSJP, query: Where, key: Where | None = None, *,
-    backend='dense', window=None, layout: SharedPrefix | None = None,
+    backend='dense', rule: Rule = PLAIN, layout: SharedPrefix | None = None,
     block=256, masks=None,
 ):
   """Softmax attention with grouped key heads, scores and sums in fp32.
@@ -26,7 +33,7 @@ def attention(
     backend: one of `BACKENDS`. 'dense' holds all scores, 'blockwise' holds
       `block` x `block`; 'ring', 'all_gather' and 'ulysses' are blockwise over
       tokens that are spread over the context axis of the mesh.
-    window: see only keys less than this many positions back.
+    rule: what else decides who sees whom.
     layout: a promise that lets 'dense' skip scores between samples.
     block: edge of a block for all but 'dense', in tokens.
     masks: what `score_masks` gives for the same arguments; for 'dense', where
@@ -43,16 +50,16 @@ def attention(
   chex.assert_shape([key.segment], k_BSJP.shape[:2])
   if backend == 'blockwise':
     return blockwise.attention(
-        q_BTHP, k_BSJP, v_BSJP, query, key, window=window, block=block
+        q_BTHP, k_BSJP, v_BSJP, query, key, rule=rule, block=block
     )
   if backend in context.WAYS:
     return context.attention(
-        backend, q_BTHP, k_BSJP, v_BSJP, query, key, window=window, block=block
+        backend, q_BTHP, k_BSJP, v_BSJP, query, key, rule=rule, block=block
     )
   if backend != 'dense':
     raise ValueError(f'{backend=} must be one of {BACKENDS}.')
   if masks is None:
-    masks = score_masks(query, key, window=window, layout=layout)
+    masks = score_masks(query, key, rule=rule, layout=layout)
   q = visibility.blank(q_BTHP, query.segment)
   k = visibility.blank(k_BSJP, key.segment)
   v = visibility.blank(v_BSJP, key.segment)
@@ -64,7 +71,7 @@ def attention(
 
 
 def score_masks(
-    query: Where, key: Where | None = None, *, window=None,
+    query: Where, key: Where | None = None, *, rule: Rule = PLAIN,
     layout: SharedPrefix | None = None,
 ):
   """Boolean masks of the score blocks that dense `attention` computes.
@@ -75,7 +82,7 @@ def score_masks(
   """
   if layout is None:
     key = query if key is None else key
-    masks = (visible(query, key, window),)
+    masks = (visible(query, key, rule),)
   else:
     T, R, N = layout.prefix, layout.samples, layout.width
     B = query.order.shape[0]
@@ -83,9 +90,9 @@ def score_masks(
                   for s in (slice(None, T), slice(T, None)))
     alone = Where(*(x.reshape(B * R, N) for x in tail))
     masks = (
-        visible(head, head, window),
-        visible(tail, head, window).reshape(B, R, N, T),
-        visible(alone, alone, window).reshape(B, R, N, N),
+        visible(head, head, rule),
+        visible(tail, head, rule).reshape(B, R, N, T),
+        visible(alone, alone, rule).reshape(B, R, N, N),
     )
   # Else XLA compares the ids anew in each layer, forward and backward.
   return jax.lax.optimization_barrier(masks)

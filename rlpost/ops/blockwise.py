@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from rlpost.ops import visibility
-from rlpost.ops.visibility import MASKED, Where
+from rlpost.ops.visibility import MASKED, PLAIN, Where
 
 # Where the running maximum starts: far below any score, yet so far above
 # MASKED that exp(MASKED - _FLOOR) is 0 in a row that has seen nothing.
@@ -30,17 +30,17 @@ _FAR = 2**30 - 1
 
 def attention(
     q_BTHP, k_BSJP, v_BSJP, query: Where, key: Where | None = None, *,
-    window=None, block=256,
+    rule=PLAIN, block=256,
 ):
   """Softmax attention; see `attention_with_lse`. Returns [B, T, H, P]."""
   return attention_with_lse(
-      q_BTHP, k_BSJP, v_BSJP, query, key, window=window, block=block
+      q_BTHP, k_BSJP, v_BSJP, query, key, rule=rule, block=block
   )[0]
 
 
 def attention_with_lse(
     q_BTHP, k_BSJP, v_BSJP, query: Where, key: Where | None = None, *,
-    window=None, block=256,
+    rule=PLAIN, block=256,
 ):
   """Softmax attention and the log-sum-exp of its scores.
 
@@ -52,7 +52,7 @@ def attention_with_lse(
     k_BSJP, v_BSJP: keys and values with J heads, any length; J divides H.
     query: where the queries stand.
     key: where the keys stand; the same as `query` if None.
-    window: see only keys less than this many positions back.
+    rule: what else decides who sees whom.
     block: longest edge of a block of scores, in tokens.
 
   Returns:
@@ -66,14 +66,14 @@ def attention_with_lse(
   q = visibility.blank(q_BTHP, query.segment)
   k = visibility.blank(k_BSJP, key.segment)
   v = visibility.blank(v_BSJP, key.segment)
-  out, lse = _attend(q, k, v, query, key, window, block)
+  out, lse = _attend(q, k, v, query, key, rule, block)
   valid = (query.segment >= 0)[:, :, None]
   return visibility.blank(out, query.segment), jnp.where(valid, lse, MASKED)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
-def _attend(q, k, v, query, key, window, block):
-  return _forward(q, k, v, query, key, window, block)[0]
+def _attend(q, k, v, query, key, rule, block):
+  return _forward(q, k, v, query, key, rule, block)[0]
 
 
 class Queries(NamedTuple):
@@ -107,14 +107,14 @@ def cut_keys(k_BSJP, v_BSJP, where: Where, block: int) -> Keys:
   )
 
 
-def _visits(queries: Queries, keys: Keys, window):
+def _visits(queries: Queries, keys: Keys, rule):
   """(live [I, N], count [I]): for each block of queries, first the `count`
   blocks of keys that it must visit."""
-  live = _may_see(queries.where, keys.where, window)
+  live = _may_see(queries.where, keys.where, rule)
   return jnp.argsort(~live, axis=1, stable=True), live.sum(1)
 
 
-def _may_see(query: Where, key: Where, window):
+def _may_see(query: Where, key: Where, rule):
   """Boolean [I, N]: false only if no query of block i sees a key of block n.
 
   A bound: two ranges of segment ids that overlap need not share an id.
@@ -135,9 +135,9 @@ def _may_see(query: Where, key: Where, window):
   live |= reaches(query.parent, asks & (query.parent >= 0))
   latest = span(query.order, asks)[1][:, None]
   live &= span(key.order, shows)[0][None] <= latest
-  if window is not None:
+  if rule.window is not None:
     earliest = span(query.position, asks)[0][:, None]
-    live &= earliest - span(key.position, shows)[1][None] < window
+    live &= earliest - span(key.position, shows)[1][None] < rule.window
   return live.any(-1)
 
 
@@ -193,10 +193,10 @@ def _product(equation, x, y):
   return jnp.einsum(equation, x, y, preferred_element_type=jnp.float32)
 
 
-def _scores(q, k, query, key, window):
+def _scores(q, k, query, key, rule):
   """fp32 [B, J, G c, s]: q k^T where visible, MASKED elsewhere."""
   B, J, rows, _ = q.shape
-  seen_Bcs = visibility.visible(query, key, window)
+  seen_Bcs = visibility.visible(query, key, rule)
   c, s = seen_Bcs.shape[1:]
   scores = _product('bjqp,bjsp->bjqs', q, k)
   scores = scores.reshape(B, J, rows // c, c, s)
@@ -221,7 +221,7 @@ def no_sums(queries: Queries) -> Sums:
   )
 
 
-def accumulate(sums: Sums, queries: Queries, keys: Keys, window) -> Sums:
+def accumulate(sums: Sums, queries: Queries, keys: Keys, rule) -> Sums:
   """Adds what the queries see of these keys."""
 
   def one_query_block(_, args):
@@ -230,7 +230,7 @@ def accumulate(sums: Sums, queries: Queries, keys: Keys, window) -> Sums:
     def visit(n, sums):
       top, total, out = sums
       k, v, key = _pick(keys, live[n])
-      scores = _scores(q, k, query, key, window)
+      scores = _scores(q, k, query, key, rule)
       new = jnp.maximum(top, scores.max(-1))
       p = jnp.exp(scores - new[..., None])
       fade = jnp.exp(top - new)
@@ -243,7 +243,7 @@ def accumulate(sums: Sums, queries: Queries, keys: Keys, window) -> Sums:
     return None, jax.lax.fori_loop(0, count, visit, sums)
 
   return jax.lax.scan(
-      one_query_block, None, (queries, sums, *_visits(queries, keys, window))
+      one_query_block, None, (queries, sums, *_visits(queries, keys, rule))
   )[1]
 
 
@@ -277,7 +277,7 @@ def cut_pull(d_out, d_lse, out, lse, groups, size, dtype) -> Pull:
   return Pull(_cut_heads(d_out.astype(dtype), groups, size), delta, lse)
 
 
-def gradients(d_q, queries: Queries, keys: Keys, pull: Pull, window):
+def gradients(d_q, queries: Queries, keys: Keys, pull: Pull, rule):
   """fp32 gradients in blocks: (`d_q` and what these keys add to that of the
   scaled queries, that of the keys, that of the values)."""
 
@@ -287,7 +287,7 @@ def gradients(d_q, queries: Queries, keys: Keys, pull: Pull, window):
     def visit(n, state):
       d_q, d_k, d_v = state
       k, v, key = _pick(keys, live[n])
-      p = jnp.exp(_scores(q, k, query, key, window) - lse[..., None])
+      p = jnp.exp(_scores(q, k, query, key, rule) - lse[..., None])
       d_p = _product('bjqp,bjsp->bjqs', d_out, v)
       d_s = (p * (d_p - delta[..., None])).astype(k.dtype)
       p = p.astype(v.dtype)
@@ -302,19 +302,19 @@ def gradients(d_q, queries: Queries, keys: Keys, pull: Pull, window):
   start = tuple(jnp.zeros(x.shape, jnp.float32) for x in (keys.k, keys.v))
   (d_k, d_v), d_q = jax.lax.scan(
       one_query_block, start,
-      (d_q, queries, pull, *_visits(queries, keys, window)),
+      (d_q, queries, pull, *_visits(queries, keys, rule)),
   )
   return d_q, d_k, d_v
 
 
-def _forward(q, k, v, query, key, window, block):
+def _forward(q, k, v, query, key, rule, block):
   # Inside a scan over layers, all that depends only on the layout would be
   # computed for every block at once and stored; tied to q, it is not.
   q_, query_, key_ = jax.lax.optimization_barrier((q, query, key))
   groups = q.shape[2] // k.shape[2]
   queries = cut_queries(q_, query_, groups, block)
   keys = cut_keys(k, v, key_, block)
-  found = finish(accumulate(no_sums(queries), queries, keys, window))
+  found = finish(accumulate(no_sums(queries), queries, keys, rule))
   out, lse = joined(*found, groups, q)
   return (out, lse), (q, k, v, query, key, out, lse)
 
@@ -326,7 +326,7 @@ def joined(out, lse, groups, like_BTHP):
   return out, _join_heads(lse[..., None], groups, length)[..., 0]
 
 
-def _backward(window, block, residuals, cotangents):
+def _backward(rule, block, residuals, cotangents):
   q, k, v, query, key, out, lse = residuals
   d_out, d_lse = cotangents
   d_out, query, key = jax.lax.optimization_barrier((d_out, query, key))
@@ -336,7 +336,7 @@ def _backward(window, block, residuals, cotangents):
   size = queries.where.segment.shape[-1]
   pull = cut_pull(d_out, d_lse, out, lse, groups, size, v.dtype)
   zero = jnp.zeros(queries.q.shape, jnp.float32)
-  found = gradients(zero, queries, keys, pull, window)
+  found = gradients(zero, queries, keys, pull, rule)
   return *joined_gradients(*found, q, k, v), None, None
 
 

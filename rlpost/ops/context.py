@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec
 
 from rlpost import errors, sharding
 from rlpost.ops import blockwise
-from rlpost.ops.visibility import Where, blank
+from rlpost.ops.visibility import PLAIN, Where, blank
 
 AXIS = sharding.RULES['time']
 
@@ -50,7 +50,7 @@ def zigzag(length: int, ways: int) -> np.ndarray:
 
 def attention(
     way: str, q_BTHP, k_BSJP, v_BSJP, query: Where, key: Where, *,
-    window=None, block=256,
+    rule=PLAIN, block=256,
 ):
   """Softmax attention of queries and keys spread over the context axis.
 
@@ -71,7 +71,7 @@ def attention(
   heads, kv_heads = q_BTHP.shape[2], k_BSJP.shape[2]
   if mesh.empty:
     return blockwise.attention(
-        q_BTHP, k_BSJP, v_BSJP, query, key, window=window, block=block
+        q_BTHP, k_BSJP, v_BSJP, query, key, rule=rule, block=block
     )
   sharding.check_tokens(q_BTHP.shape[1], mesh, 'queries')
   sharding.check_tokens(k_BSJP.shape[1], mesh, 'keys')
@@ -88,23 +88,23 @@ def attention(
   tokens = PartitionSpec(rows, AXIS)
   states = PartitionSpec(rows, AXIS, 'tensor' if split > 1 else None, None)
   run = jax.shard_map(
-      functools.partial(WAYS[way], window=window, block=block), mesh=mesh,
+      functools.partial(WAYS[way], rule=rule, block=block), mesh=mesh,
       in_specs=(states, states, states, tokens, tokens), out_specs=states,
       check_vma=False,
   )
   return run(q_BTHP, k_BSJP, v_BSJP, query, key)
 
 
-def _all_gather(q, k, v, query, key, *, window, block):
+def _all_gather(q, k, v, query, key, *, rule, block):
   k, v, key = jax.tree.map(
       lambda x: jax.lax.all_gather(x, AXIS, axis=1, tiled=True), (k, v, key)
   )
   return blockwise.attention(
-      q, k, v, query, key, window=window, block=block
+      q, k, v, query, key, rule=rule, block=block
   )
 
 
-def _ulysses(q, k, v, query, key, *, window, block):
+def _ulysses(q, k, v, query, key, *, rule, block):
   ways = jax.lax.axis_size(AXIS)
   if k.shape[2] % ways:
     # As many key heads as devices need; a repeat stays beside its own.
@@ -122,22 +122,22 @@ def _ulysses(q, k, v, query, key, *, window, block):
       lambda x: jax.lax.all_gather(x, AXIS, axis=1, tiled=True), (query, key)
   )
   out = blockwise.attention(
-      *(trade(x, 2, 1) for x in (q, k, v)), query, key, window=window,
+      *(trade(x, 2, 1) for x in (q, k, v)), query, key, rule=rule,
       block=block,
   )
   return trade(out, 1, 2)
 
 
-def _ring(q, k, v, query, key, *, window, block):
+def _ring(q, k, v, query, key, *, rule, block):
   k, v = (blank(x, key.segment) for x in (k, v))
   q = blank(q, query.segment)
-  out = _ring_attend(q, k, v, query, key, window, block)
+  out = _ring_attend(q, k, v, query, key, rule, block)
   return blank(out, query.segment)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
-def _ring_attend(q, k, v, query, key, window, block):
-  return _ring_forward(q, k, v, query, key, window, block)[0]
+def _ring_attend(q, k, v, query, key, rule, block):
+  return _ring_forward(q, k, v, query, key, rule, block)[0]
 
 
 def _pass_on(tree):
@@ -147,7 +147,7 @@ def _pass_on(tree):
   return jax.tree.map(lambda x: jax.lax.ppermute(x, AXIS, around), tree)
 
 
-def _ring_forward(q, k, v, query, key, window, block):
+def _ring_forward(q, k, v, query, key, rule, block):
   # See `blockwise`: a scan over layers would store every mask.
   q_, query_, key_ = jax.lax.optimization_barrier((q, query, key))
   groups = q.shape[2] // k.shape[2]
@@ -157,17 +157,17 @@ def _ring_forward(q, k, v, query, key, window, block):
   def hop(carry, _):
     sums, keys = carry
     coming = _pass_on(keys)  # on its way while these are used
-    return (blockwise.accumulate(sums, queries, keys, window), coming), None
+    return (blockwise.accumulate(sums, queries, keys, rule), coming), None
 
   carry = blockwise.no_sums(queries), keys
   ways = jax.lax.axis_size(AXIS)
   sums, keys = jax.lax.scan(hop, carry, None, length=ways - 1)[0]
-  sums = blockwise.accumulate(sums, queries, keys, window)
+  sums = blockwise.accumulate(sums, queries, keys, rule)
   out, lse = blockwise.joined(*blockwise.finish(sums), groups, q)
   return out, (q, k, v, query, key, out, lse)
 
 
-def _ring_backward(window, block, residuals, d_out):
+def _ring_backward(rule, block, residuals, d_out):
   q, k, v, query, key, out, lse = residuals
   d_out, query, key = jax.lax.optimization_barrier((d_out, query, key))
   groups = q.shape[2] // k.shape[2]
@@ -181,13 +181,13 @@ def _ring_backward(window, block, residuals, d_out):
     # while these keys are used. Adding first would leave nothing to hide it.
     d_q, d_kv, keys = carry
     d_kv, coming = _pass_on(d_kv), _pass_on(keys)
-    d_q, *more = blockwise.gradients(d_q, queries, keys, pull, window)
+    d_q, *more = blockwise.gradients(d_q, queries, keys, pull, rule)
     d_kv = [a + b for a, b in zip(d_kv, more, strict=True)]
     return (d_q, d_kv, coming), None
 
   coming = _pass_on(keys)
   d_q = jnp.zeros(queries.q.shape, jnp.float32)
-  d_q, *d_kv = blockwise.gradients(d_q, queries, keys, pull, window)
+  d_q, *d_kv = blockwise.gradients(d_q, queries, keys, pull, rule)
   ways = jax.lax.axis_size(AXIS)
   carry = d_q, d_kv, coming
   d_q, d_kv, _ = jax.lax.scan(hop, carry, None, length=ways - 1)[0]

@@ -17,6 +17,20 @@ import jax.numpy as jnp
 MASKED = -1e30
 
 
+@dataclasses.dataclass(frozen=True)
+class Rule:
+  """What else decides who sees whom, the same for every token.
+
+  Attributes:
+    window: see only keys less than this many positions back.
+  """
+
+  window: int | None = None
+
+
+PLAIN = Rule()
+
+
 class Where(NamedTuple):
   """Where each token stands: int32 [B, T] each; see the module's rule."""
 
@@ -62,16 +76,16 @@ def causal(segment_BT) -> Where:
   return Where(order, order - start, segment_BT, jnp.full((B, T), -2))
 
 
-def visible(query: Where, key: Where, window: int | None = None):
+def visible(query: Where, key: Where, rule: Rule = PLAIN):
   """Boolean [B, T, S]: the module's rule."""
   segment = key.segment[:, None, :]
   own = query.segment[:, :, None] == segment
   parent = query.parent[:, :, None] == segment
   seen = (own | parent) & (segment >= 0) & (query.segment[:, :, None] >= 0)
   seen &= key.order[:, None, :] <= query.order[:, :, None]
-  if window is not None:
+  if rule.window is not None:
     distance = query.position[:, :, None] - key.position[:, None, :]
-    seen &= distance < window
+    seen &= distance < rule.window
   return seen
 
 

@@ -19,6 +19,7 @@ from rlpost.models.config import ModelConfig
 from rlpost.ops import logprobs
 from rlpost.ops.attention import (
   BACKENDS,
+  Rule,
   SharedPrefix,
   Where,
   attention,
@@ -68,14 +69,17 @@ def outputs(config: StepConfig, params, rows: types.Batch):
   """`recipes.Outputs` of the model on rows [B, T] with slots [B, K]."""
   where = Where(rows.order, rows.position, rows.segment, rows.parent)
 
-  masks = None
+  masks = {}
   if config.backend == 'dense':
-    masks = score_masks(where, layout=config.layout)
+    masks = {
+        window: score_masks(where, rule=Rule(window), layout=config.layout)
+        for window in set(config.model.windows)
+    }
 
-  def attend(q, k, v):
+  def attend(q, k, v, window):
     return attention(
-        q, k, v, where, backend=config.backend, layout=config.layout,
-        masks=masks,
+        q, k, v, where, backend=config.backend, rule=Rule(window),
+        layout=config.layout, masks=masks.get(window),
     )
 
   h_BTD = transformer.hidden(

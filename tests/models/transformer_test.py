@@ -13,7 +13,7 @@ import pytest
 from rlpost import errors
 from rlpost.models import transformer
 from rlpost.models.config import ModelConfig
-from rlpost.ops.attention import Where, attention, causal
+from rlpost.ops.attention import Rule, Where, attention, causal
 from rlpost.weights import hf_config, safetensors
 from tests import compilation, reference
 from tests.ops import attention_oracle
@@ -28,7 +28,8 @@ CONFIG = ModelConfig(
 def hidden(config, params, tokens_BT, where, **choices):
   return transformer.hidden(
       config, params, tokens_BT, where.position,
-      lambda q, k, v: attention(q, k, v, where), **choices,
+      lambda q, k, v, window: attention(q, k, v, where, rule=Rule(window)),
+      **choices,
   )
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlpost.ops import attention as attention_ops
-from rlpost.ops.attention import Where
+from rlpost.ops.attention import Rule, Where
 
 LENGTH = 40
 
@@ -143,8 +143,8 @@ def program(backend='dense', window=None, layout=None, block=16):
   def run(q, k, v, g, query, key):
     def attend(q, k, v):
       return attention_ops.attention(
-          q, k, v, query, key, backend=backend, window=window, layout=layout,
-          block=block,
+          q, k, v, query, key, backend=backend, rule=Rule(window),
+          layout=layout, block=block,
       )
 
     out, pull = jax.vjp(attend, q, k, v)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rlpost.ops import attention as ops
-from rlpost.ops.attention import SharedPrefix, Where
+from rlpost.ops.attention import Rule, SharedPrefix, Where
 from tests.ops import attention_oracle as oracle
 
 LAYOUTS = oracle.layouts()
@@ -39,7 +39,9 @@ def test_dense_equals_the_pairwise_oracle(name, window):
 def test_visible_is_the_pairwise_rule():
   for where in LAYOUTS.values():
     for window in (None, 1, 6):
-      got = ops.visible(Where(*map(jnp.asarray, where)), where, window)
+      got = ops.visible(
+          Where(*map(jnp.asarray, where)), where, Rule(window)
+      )
       want = oracle.seen_BTS(where, where, window)
       np.testing.assert_array_equal(got, want)
 

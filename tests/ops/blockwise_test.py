@@ -126,7 +126,7 @@ def test_a_token_that_sees_nothing_gives_zeros():
 def live(where, window=None, size=8):
   """Boolean [blocks, blocks]: pairs that the loop visits."""
   cut = blockwise._cut_where(where, size)
-  return blockwise._may_see(cut, cut, window)
+  return blockwise._may_see(cut, cut, ops.Rule(window))
 
 
 def test_no_visible_pair_is_skipped():
@@ -207,7 +207,8 @@ def layers(backend, remat, q, k, v, segment):
   where = ops.causal(segment)
 
   def layer(q, k, v):
-    return q + ops.attention(q, k, v, where, backend=backend, window=1000)
+    rule = ops.Rule(window=1000)
+    return q + ops.attention(q, k, v, where, backend=backend, rule=rule)
 
   layer = jax.checkpoint(layer) if remat else layer
 

@@ -22,7 +22,7 @@ def program(way, window, **mesh):
   def run(q, k, v, g, query, key):
     def attend(q, k, v):
       return ops.attention(
-          q, k, v, query, key, backend=way, window=window, block=16
+          q, k, v, query, key, backend=way, rule=ops.Rule(window), block=16
       )
 
     out, pull = jax.vjp(attend, q, k, v)
