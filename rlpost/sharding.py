@@ -2,13 +2,19 @@
 
 Models name logical axes; only this table and configs name mesh axes. An axis
 of size 1 costs nothing, so the four exist from the start.
+
+In training every matrix is split over all devices that could otherwise only
+hold copies (`fsdp` and `context`), and gathered where it is used. In decoding,
+where a token would wait for that, matrices stay split by rows.
 """
 
 import contextlib
+import functools
 import math
 from collections.abc import Mapping
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from rlpost import errors
@@ -21,11 +27,14 @@ RULES = {
     'vocab': 'tensor',
     'heads': 'tensor',
     'hidden': 'tensor',
-    'embed': 'fsdp',
+    'embed': ('fsdp', 'context'),
     'layers': None,
     'norm': None,
     None: None,
 }
+
+_RESIDENT = dict.fromkeys(('vocab', 'heads', 'hidden'), ('tensor', 'context'))
+DECODING = {**RULES, **_RESIDENT, 'embed': None}
 
 
 def make_mesh(data=1, fsdp=1, tensor=1, context=1, devices=None):
@@ -60,6 +69,21 @@ def spec(axes) -> PartitionSpec:
   return PartitionSpec(*(RULES[a] for a in axes))
 
 
+def fitted(mesh, shape, axes, rules: Mapping = RULES) -> PartitionSpec:
+  """The partition of an array, without the mesh axes that do not divide it.
+
+  Of several mesh axes for one dimension the first ones that divide are kept.
+  """
+  parts = []
+  for size, axis in zip(shape, axes, strict=True):
+    names = rules[axis] or ()
+    names = (names,) if isinstance(names, str) else names
+    while size % math.prod(mesh.shape[n] for n in names):
+      names = names[:-1]
+    parts.append(names[0] if len(names) == 1 else names or None)
+  return PartitionSpec(*parts)
+
+
 def named(mesh, axes) -> NamedSharding:
   """The sharding of an array with these logical axes."""
   return NamedSharding(mesh, spec(axes))
@@ -70,21 +94,53 @@ def replicated(mesh) -> NamedSharding:
   return NamedSharding(mesh, PartitionSpec())
 
 
-def for_params(mesh, shapes: Mapping, axes: Mapping) -> dict:
+def for_params(
+    mesh, shapes: Mapping, axes: Mapping, rules: Mapping = RULES
+) -> dict:
   """A sharding per parameter; a dimension that does not divide is whole."""
-  return {k: fitting(mesh, shapes[k].shape, axes[k]) for k in shapes}
+  return {
+      k: NamedSharding(mesh, fitted(mesh, shapes[k].shape, axes[k], rules))
+      for k in shapes
+  }
 
 
 def fitting(mesh, shape, axes) -> NamedSharding:
   """The sharding of an array, without the axes that do not divide it."""
-  parts = []
-  for size, part in zip(shape, spec(axes), strict=True):
-    names = (part,) if isinstance(part, str) else part or ()
-    ways = 1
-    for name in names:
-      ways *= mesh.shape[name]
-    parts.append(part if size % ways == 0 else None)
-  return NamedSharding(mesh, PartitionSpec(*parts))
+  return NamedSharding(mesh, fitted(mesh, shape, axes))
+
+
+def gathered(x, axes, dtype):
+  """A matrix in `dtype`, whole along 'embed', for use on many devices.
+
+  Its gradient goes straight to where the matrix is stored: partial sums are
+  scattered, never summed on every device.
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  if mesh.empty or mesh.size == 1 or 'embed' not in axes:
+    return x
+  return _gathered(x, axes, dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _gathered(x, axes, dtype):
+  mesh = jax.sharding.get_abstract_mesh()
+  whole = fitted(mesh, x.shape, axes, {**RULES, 'embed': None})
+  return jax.lax.with_sharding_constraint(x.astype(dtype), whole)
+
+
+def _scattered(axes, dtype, like, g):
+  del dtype
+  mesh = jax.sharding.get_abstract_mesh()
+  g = jax.lax.with_sharding_constraint(g, fitted(mesh, g.shape, axes))
+  return (g.astype(like.dtype),)
+
+
+_gathered.defvjp(
+    lambda x, axes, dtype: (
+        _gathered(x, axes, dtype), jnp.zeros((), x.dtype)
+    ),
+    _scattered,
+)
 
 
 def batch_ways(mesh) -> int:

@@ -233,3 +233,7 @@ class Batch(NamedTuple):
   sequence: Any
   group: Any
   domain: Any
+
+
+# Fields of a `Batch` that have an entry per token, not per loss slot.
+PER_TOKEN = 'tokens', 'order', 'position', 'segment', 'parent'

@@ -19,6 +19,7 @@ from rlpost import errors, sharding
 from rlpost.models.config import ModelConfig
 from rlpost.models.layers import Block, RMSNorm, Table
 from rlpost.ops import rope as rope_ops
+from rlpost.ops import spread
 
 Params = Mapping[str, Any]
 
@@ -131,6 +132,15 @@ def layer(params: Params, i: int) -> dict:
 
 
 @functools.cache
+def layer_axes(config: ModelConfig) -> dict:
+  """Logical axes of the parameters of one layer, named as `layer` does."""
+  axes, prefix = spec(config).axes, 'layers/0/'
+  return {
+      k.removeprefix(prefix): v for k, v in axes.items() if k.startswith(prefix)
+  }
+
+
+@functools.cache
 def _definition(kind, config):
   return nnx.graphdef(nnx.eval_shape(lambda: kind(config, nnx.Rngs(0))))
 
@@ -192,11 +202,15 @@ def hidden(
       On CPU it needs stacked layers: XLA merges what unrolled ones repeat.
     dtype: of activations and of weights inside products.
   """
-  x = embed(params, tokens_BT, dtype)
+  x = spread.lookup(params['embed/table'], tokens_BT, dtype)
   x = sharding.constrain(x, ('batch', 'time', None))
   cos, sin = rope(config, position_BT)
 
+  axes = layer_axes(config)
+
   def one(window, x, w, cos, sin):
+    w = {k: sharding.gathered(v, axes[k], dtype) for k, v in w.items()}
+
     def look(q, k, v):
       return attend(q, k, v, window), None
 

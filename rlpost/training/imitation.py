@@ -14,7 +14,7 @@ import numpy as np
 
 from rlpost import errors, types
 from rlpost.algorithms import recipes
-from rlpost.data import packing, pipeline
+from rlpost.data import pipeline, zigzag
 from rlpost.domains import demonstrations
 from rlpost.training import programs as program_lib
 from rlpost.training import state as states
@@ -46,18 +46,17 @@ class Warmup:
 
 def learn(
     programs: Mapping[str, program_lib.Program], state: states.TrainState,
-    frozen, rows: types.Batch, micro: int,
-) -> tuple[states.TrainState, types.Batch, dict[str, Any]]:
-  """One update on rows of `packing.Packer`.
+    frozen, batch: types.Batch,
+) -> tuple[states.TrainState, dict[str, Any]]:
+  """One update on a batch of `programs.batch_of`.
 
   Returns:
-    (state, the rows as micro-batches, what `step.train_step` reports).
+    (state, what `step.train_step` reports).
   """
-  batch = packing.micro_batches(rows, micro)
   state, learned = programs['train'](
-      state, frozen, batch, np.int32(micro), np.float32(1), None
+      state, frozen, batch, np.int32(len(batch.mask)), np.float32(1), None
   )
-  return state, batch, jax.device_get(learned)
+  return state, jax.device_get(learned)
 
 
 def warm_up(run, params: Mapping[str, Any], display):
@@ -78,7 +77,9 @@ def warm_up(run, params: Mapping[str, Any], display):
       run.tasks.pools, run.tasks.environments, count=settings.examples,
       seed=seed,
   )
-  programs = _programs(run, display)
+  shapes = _shapes(run)
+  say = lambda text: display.phase(f'{text} of the warm-up')  # noqa: E731
+  programs = program_lib.programs(shapes, run.mesh, say)
   trainable, frozen = states.partition(params, run.shapes.trainable)
   state = programs['init'](trainable)
   stream = pipeline.Stream(
@@ -93,7 +94,8 @@ def warm_up(run, params: Mapping[str, Any], display):
       contextlib.closing(stream),
   ):
     for i in range(settings.steps):
-      state, _, learned = learn(programs, state, frozen, next(stream), 1)
+      batch = program_lib.batch_of(shapes, run.mesh, next(stream))
+      state, learned = learn(programs, state, frozen, batch)
       if not learned['finite']:
         raise errors.NonFiniteError(
             f'warm-up: loss {learned["loss"]} at update {i + 1}; lower '
@@ -109,17 +111,16 @@ def warm_up(run, params: Mapping[str, Any], display):
   )
 
 
-def _programs(run, display):
-  settings = run.warmup
-  shapes = dataclasses.replace(
-      run.shapes,
-      step=dataclasses.replace(run.shapes.step, recipe=RECIPE, layout=None),
+def _shapes(run) -> program_lib.Shapes:
+  settings, step = run.warmup, run.shapes.step
+  ways = program_lib.context_ways(step.backend, run.mesh)
+  return dataclasses.replace(
+      run.shapes, step=dataclasses.replace(step, recipe=RECIPE, layout=None),
       optimizer=states.adamw(
           settings.learning_rate, total_steps=settings.steps,
           warmup_steps=settings.steps // 10, decay='cosine',
       ),
       rows=settings.rows, micro=1, slots=settings.slots,
-      length=settings.length, rollout=None, evaluation=None, scored=False,
+      length=zigzag.padded(settings.length, ways), rollout=None,
+      evaluation=None, scored=False,
   )
-  say = lambda text: display.phase(f'{text} of the warm-up')  # noqa: E731
-  return program_lib.programs(shapes, run.mesh, say)

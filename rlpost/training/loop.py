@@ -150,7 +150,7 @@ class Loop:
     root = jax.random.fold_in(root, self.progress.step)
     with self.display.phase('sampling', quiet=True):
       groups = run.rollouts.collect(
-          run.params, self.progress.updates, episodes, root
+          run.policy, self.progress.updates, episodes, root
       )
     self.workdir.note_reward()
     self.progress.tokens += sum(
@@ -160,15 +160,14 @@ class Loop:
 
   def _rows(self, groups, advantages=None, trained=None) -> types.Batch:
     run, rollout = self.run, self.run.rollout
-    shapes = run.shapes
+    decoding = run.shapes.rollout
     names = {n: i for i, n in enumerate(sorted(run.tasks.pools))}
     batch = packing.pack_groups(
-        groups, prompt_len=shapes.length - shapes.slots,
+        groups, prompt_len=decoding.prefix_len + decoding.prompt_len,
         samples=rollout.samples, width=rollout.max_new,
         advantages=advantages, trained=trained, domain_ids=names,
     )
-    batch = packing.pad_rows(batch, shapes.rows * shapes.micro)
-    return packing.micro_batches(batch, shapes.micro)
+    return program_lib.batch_of(run.shapes, run.mesh, batch)
 
   def _batch(self, chosen: credit.Credit) -> types.Batch:
     run = self.run

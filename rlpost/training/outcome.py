@@ -27,7 +27,7 @@ def heldout(run, tasks, version, display, title, note=lambda *_: None) -> dict:
 
   with display.phase(title):
     result = evaluator.evaluate(
-        run.evaluations, run.params, version, tasks, run.tasks.environments,
+        run.evaluations, run.policy, version, tasks, run.tasks.environments,
         samples=settings.samples, temperature=settings.temperature,
         root=jax.random.fold_in(jax.random.key(run.config.seed), HELDOUT),
         progress=progress,

@@ -12,9 +12,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from rlpost import sharding
-from rlpost.data import packing
+from rlpost import sharding, types
+from rlpost.data import packing, zigzag
 from rlpost.models import transformer
+from rlpost.ops import context
 from rlpost.rollouts import engine as engines
 from rlpost.training import state as states
 from rlpost.training import step as steps
@@ -123,16 +124,48 @@ def abstract(shapes: Shapes, mesh) -> Abstract:
 
 
 def batch_shapes(shapes: Shapes, mesh):
-  """An abstract `types.Batch` [M, B, ...], rows spread over the mesh."""
+  """An abstract `types.Batch` [M, B, ...], rows and tokens over the mesh."""
   rows = packing.blank(shapes.rows, shapes.length, shapes.slots)
 
-  def placed(x):
-    place = sharding.named(mesh, (None, 'batch', None))
+  def placed(name, x):
+    axis = 'time' if name in types.PER_TOKEN else None
+    place = sharding.named(mesh, (None, 'batch', axis))
     return jax.ShapeDtypeStruct(
         (shapes.micro, *x.shape), x.dtype, sharding=place
     )
 
-  return jax.tree.map(placed, rows)
+  return types.Batch(*map(placed, rows._fields, rows))
+
+
+def context_ways(backend: str, mesh) -> int:
+  """Over how many devices the tokens of a row are dealt, in zigzag order."""
+  return mesh.shape['context'] if backend in context.WAYS else 1
+
+
+def batch_of(shapes: Shapes, mesh, rows: types.Batch) -> types.Batch:
+  """Rows of `packing` as the programs take them: [M, B, ...].
+
+  Missing rows are padding; tokens are spread over the context.
+  """
+  rows = packing.pad_rows(rows, shapes.rows * shapes.micro)
+  rows = zigzag.spread(rows, context_ways(shapes.step.backend, mesh))
+  return packing.micro_batches(rows, shapes.micro)
+
+
+def _published(shapes: Shapes, mesh, params) -> dict:
+  """Abstract parameters as decoding takes them: in the dtype that products
+  would cast them to, split by rows."""
+  axes = transformer.spec(shapes.step.model, shapes.stacked).axes
+  kept = {k: v for k, v in params.items() if not k.startswith('value/')}
+  places = sharding.for_params(mesh, kept, axes, sharding.DECODING)
+  dtypes = {
+      k: v.dtype if 'norm' in axes[k] else jnp.dtype(shapes.step.dtype)
+      for k, v in kept.items()
+  }
+  return {
+      k: jax.ShapeDtypeStruct(v.shape, dtypes[k], sharding=places[k])
+      for k, v in kept.items()
+  }
 
 
 def programs(
@@ -141,8 +174,9 @@ def programs(
   """Name -> program; nothing is compiled yet.
 
   'train' `step.train_step`, 'score' `step.score`, 'init' the optimizer's
-  state, and for each of 'rollout' and 'evaluation' the functions of
-  `rollouts.engine.functions` as '<kind>/<name>'.
+  state, 'publish' the parameters for decoding where they are not those of
+  training (several devices, or another dtype), and for each of 'rollout' and
+  'evaluation' the functions of `rollouts.engine.functions` as '<kind>/<name>'.
   """
   sharding.check_rows(shapes.rows, mesh, 'rows')
   sharding.check_tokens(shapes.length, mesh, 'tokens of a row')
@@ -174,10 +208,15 @@ def programs(
     add('score', lambda params, batch, count: steps.score(
         shapes.step, params, batch, count), known.params, batch, scalar,
         out=batch.mask.sharding)
-  for kind in ('rollout', 'evaluation'):
-    config = getattr(shapes, kind)
-    if config is not None:
-      _add_decoding(add, kind, config, shapes.step, known.params, mesh)
+  kinds = [k for k in ('rollout', 'evaluation') if getattr(shapes, k)]
+  decoded = known.params
+  if kinds and (mesh.size > 1 or shapes.step.dtype != 'float32'):
+    decoded = _published(shapes, mesh, known.params)
+    add('publish', lambda params: {
+        k: params[k].astype(v.dtype) for k, v in decoded.items()
+    }, known.params, out={k: v.sharding for k, v in decoded.items()})
+  for kind in kinds:
+    _add_decoding(add, kind, getattr(shapes, kind), shapes.step, decoded, mesh)
   return found
 
 

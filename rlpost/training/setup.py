@@ -13,10 +13,12 @@ from rlpost import errors, sharding
 from rlpost.algorithms import recipes
 from rlpost.data import plan as plans
 from rlpost.data import tokenizer as tokenizers
+from rlpost.data import zigzag
 from rlpost.domains import domain as domain_lib
 from rlpost.domains import table
 from rlpost.models import config as model_configs
 from rlpost.models import transformer
+from rlpost.ops import context
 from rlpost.ops.attention import SharedPrefix
 from rlpost.rewards import scoring
 from rlpost.rewards.normalize import RewardScale
@@ -176,8 +178,26 @@ def longest(tasks: Tasks, tokenizer, names) -> tuple[int, int, int]:
   return tuple(most)
 
 
+class Policy:
+  """What every run says of its parameters; it has `programs`."""
+
+  state: states.TrainState | None
+  frozen: Mapping[str, Any] | None
+
+  @property
+  def params(self) -> dict:
+    """What is trained, and the rest, where training wants them."""
+    return states.union(self.state.trainable, self.frozen)
+
+  @property
+  def policy(self) -> dict:
+    """The parameters as decoding takes them."""
+    publish = self.programs.get('publish')
+    return self.params if publish is None else publish(self.params)
+
+
 @dataclasses.dataclass
-class Run:
+class Run(Policy):
   """Everything that a reinforcement-learning run holds.
 
   `state` changes with every update; `plan`, `curriculum` and `scale` are host
@@ -205,10 +225,6 @@ class Run:
   state: states.TrainState | None = None
   frozen: Mapping[str, Any] | None = None
   reference: Mapping[str, Any] | None = None
-
-  @property
-  def params(self) -> dict:
-    return states.union(self.state.trainable, self.frozen)
 
 
 def make_recipe(*, name: str, **overrides) -> recipes.Recipe:
@@ -240,13 +256,26 @@ def _engine_configs(rollout, evaluation, measured, domains):
   )
 
 
-def _shapes(config, model, recipe, rollout, train, decoding):
+def check_backend(backend: str, mesh) -> None:
+  """Raises unless attention computes on each device its own tokens only."""
+  ways = mesh.shape['context']
+  if ways > 1 and backend not in context.WAYS:
+    raise errors.InputError(
+        f'train.{backend=} would have each of the {ways} devices of '
+        f'mesh.context work on whole rows; choose one of {list(context.WAYS)}.'
+    )
+
+
+def _shapes(config, mesh, model, recipe, rollout, train, decoding):
   """What decides the run's programs."""
+  check_backend(train.backend, mesh)
   prompt = decoding[0].prefix_len + decoding[0].prompt_len
   slots = rollout.samples * rollout.max_new
+  layout = None  # is of use where all scores are held
+  if train.backend == 'dense':
+    layout = SharedPrefix(prompt, rollout.samples, rollout.max_new)
   step = steps.StepConfig(
-      model=model.config, recipe=recipe,
-      layout=SharedPrefix(prompt, rollout.samples, rollout.max_new),
+      model=model.config, recipe=recipe, layout=layout,
       backend=train.backend, remat=train.remat, chunk=train.chunk,
       clip_norm=train.clip_norm, dtype=model.dtype,
   )
@@ -257,7 +286,9 @@ def _shapes(config, model, recipe, rollout, train, decoding):
       step=step, stacked=model.stacked, trainable=model.trainable,
       optimizer=optimizer, rows=train.rows,
       micro=-(-(train.groups or rollout.prompts) // train.rows),
-      slots=slots, length=prompt + slots, rollout=decoding[0],
+      slots=slots, length=zigzag.padded(
+          prompt + slots, program_lib.context_ways(train.backend, mesh)
+      ), rollout=decoding[0],
       evaluation=None if decoding[1] == decoding[0] else decoding[1],
       scored=recipe.kl != 'none' or recipe.anchor == 'old',
   )
@@ -288,7 +319,7 @@ def build(config, scorer, display, workdir_tasks: Mapping | None = None) -> Run:
   recipes.check_group_size(recipe, rollout.samples)
   measured = longest(tasks, model.tokenizer, names)
   decoding = _engine_configs(rollout, evaluation, measured, len(names))
-  shapes = _shapes(config, model, recipe, rollout, train, decoding)
+  shapes = _shapes(config, mesh, model, recipe, rollout, train, decoding)
   programs = program_lib.programs(shapes, mesh, display.phase)
   rollouts = collector(programs, 'rollout', decoding[0], model, tasks, scorer)
   evaluations = rollouts

@@ -16,7 +16,7 @@ from rlpost import errors, sharding, types
 from rlpost.algorithms import aggregation, diagnostics, recipes
 from rlpost.models import transformer
 from rlpost.models.config import ModelConfig
-from rlpost.ops import logprobs
+from rlpost.ops import spread
 from rlpost.ops.attention import (
   BACKENDS,
   Rule,
@@ -86,18 +86,18 @@ def outputs(config: StepConfig, params, rows: types.Batch):
       config.model, params, rows.tokens, rows.position, attend,
       remat=config.remat, dtype=jnp.dtype(config.dtype),
   )
-  h_BKD = jnp.take_along_axis(h_BTD, rows.predictor[..., None], axis=1)
-  B, K, D = h_BKD.shape
-  logp, entropy = logprobs.token_logprobs(
-      h_BKD.reshape(B * K, D), transformer.head(params),
-      rows.target.reshape(-1), rows.temperature.reshape(-1), config.chunk,
+  logp_BK, entropy_BK = spread.token_logprobs(
+      h_BTD, transformer.head(params), rows.predictor, rows.target,
+      rows.temperature, config.chunk,
   )
   trained = rows.mask > 0
-  logp_BK = jnp.where(trained, logp.reshape(B, K), 0.0)
-  entropy_BK = jnp.where(trained, entropy.reshape(B, K), 0.0)
+  logp_BK = jnp.where(trained, logp_BK, 0.0)
+  entropy_BK = jnp.where(trained, entropy_BK, 0.0)
   value_BK = None
   if config.model.value_head:
-    value_BK = jnp.where(trained, transformer.value(params, h_BKD), 0.0)
+    value_BT = transformer.value(params, h_BTD)
+    value_BK = jnp.take_along_axis(value_BT, rows.predictor, axis=1)
+    value_BK = jnp.where(trained, value_BK, 0.0)
   return recipes.Outputs(logp_BK, entropy_BK, value_BK)
 
 
@@ -112,11 +112,12 @@ def _denominators(config: StepConfig, batch: types.Batch):
 
 
 def _micro(batch: types.Batch, i) -> types.Batch:
-  def pick(x):
+  def pick(name, x):
     x = jax.lax.dynamic_index_in_dim(x, i, keepdims=False)
-    return sharding.constrain(x, ('batch', None))
+    axis = 'time' if name in types.PER_TOKEN else None
+    return sharding.constrain(x, ('batch', axis))
 
-  return jax.tree.map(pick, batch)
+  return types.Batch(*map(pick, batch._fields, batch))
 
 
 def gradient(

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from rlpost import errors, sharding
-from rlpost.data import pipeline, sft_dataset
+from rlpost.data import pipeline, sft_dataset, zigzag
 from rlpost.domains import demonstrations
 from rlpost.models import transformer
 from rlpost.rollouts import collect
@@ -66,7 +66,7 @@ class Train:
 
 
 @dataclasses.dataclass
-class Run:
+class Run(setup.Policy):
   """Everything that a supervised run holds; `state` changes with updates."""
 
   config: Any
@@ -83,10 +83,6 @@ class Run:
   recipe: Any = imitation.RECIPE
   state: states.TrainState | None = None
   frozen: Mapping[str, Any] | None = None
-
-  @property
-  def params(self) -> dict:
-    return states.union(self.state.trainable, self.frozen)
 
 
 def build(config, scorer, display, workdir_tasks: Mapping | None = None) -> Run:
@@ -107,6 +103,7 @@ def build(config, scorer, display, workdir_tasks: Mapping | None = None) -> Run:
       prefixes=len(tasks.pools), admit=evaluation.admit,
       refill=evaluation.refill,
   )
+  setup.check_backend(train.backend, mesh)
   shapes = program_lib.Shapes(
       step=steps.StepConfig(
           model=model.config, recipe=imitation.RECIPE, backend=train.backend,
@@ -116,7 +113,9 @@ def build(config, scorer, display, workdir_tasks: Mapping | None = None) -> Run:
       stacked=model.stacked, trainable=model.trainable,
       optimizer=states.adamw(total_steps=config.steps, **config.optimizer),
       rows=train.rows, micro=train.micro, slots=train.slots,
-      length=train.length, evaluation=engine,
+      length=zigzag.padded(
+          train.length, program_lib.context_ways(train.backend, mesh)
+      ), evaluation=engine,
   )
   programs = program_lib.programs(shapes, mesh, display.phase)
   return Run(
@@ -174,8 +173,9 @@ class Loop:
     run = self.run
     rows = next(self.stream)
     with self.display.phase('learning', quiet=True):
-      run.state, batch, learned = imitation.learn(
-          run.programs, run.state, run.frozen, rows, run.train.micro
+      batch = program_lib.batch_of(run.shapes, run.mesh, rows)
+      run.state, learned = imitation.learn(
+          run.programs, run.state, run.frozen, batch
       )
     self.step += 1
     if not learned['finite']:

@@ -103,7 +103,7 @@ class Workdir:
     root = jax.random.key(run.config.seed)
     with self._display.phase('validation tasks'):
       result = evaluator.evaluate(
-          run.evaluations, run.params, version, run.tasks.validation,
+          run.evaluations, run.policy, version, run.tasks.validation,
           run.tasks.environments, samples=run.evaluation.samples,
           greedy=False, temperature=run.evaluation.temperature,
           root=jax.random.fold_in(root, VALIDATION),

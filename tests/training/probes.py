@@ -232,8 +232,8 @@ def warmup_rule(run):
 def warmed(run, look):
   seen = []
 
-  def learn(programs, state, frozen, rows, micro):
-    seen.append((look(programs), jax.tree.map(lambda x: x.tolist(), rows)))
+  def learn(programs, state, frozen, batch):
+    seen.append((look(programs), jax.tree.map(lambda x: x.tolist(), batch)))
     raise StopIteration
 
   display = displays.Display(1, io.StringIO(), live=False)

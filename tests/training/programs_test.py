@@ -9,7 +9,7 @@ import pytest
 
 from rlpost import errors, sharding
 from rlpost.algorithms import recipes
-from rlpost.data import packing
+from rlpost.data import packing, zigzag
 from rlpost.models import transformer
 from rlpost.rollouts import engine as engines
 from rlpost.training import programs as program_lib
@@ -18,14 +18,23 @@ from rlpost.training import step as steps
 from tests import compilation, reference
 from tests.training import batches
 
-# 1 to 8 devices; every axis is split somewhere, two models are stacked.
+# 1 to 8 devices; every axis is split somewhere, three models are stacked.
 MESHES = {
     'one': ({}, False, 'dense'),
-    'two': ({'context': 2}, False, 'dense'),
     'three': ({'context': 3}, False, 'ring'),
     'four': ({'fsdp': 2, 'tensor': 2}, True, 'dense'),
     'eight': ({'data': 2, 'fsdp': 2, 'context': 2}, True, 'ring'),
+    'ring of two': ({'context': 2}, False, 'ring'),
+    'ring of four': ({'context': 4, 'tensor': 2}, True, 'ring'),
+    'ring of eight': ({'context': 8}, False, 'ring'),
+    'ulysses': ({'context': 2, 'fsdp': 2}, False, 'ulysses'),
+    'all_gather': ({'context': 4}, True, 'all_gather'),
 }
+SLOW = {'ring of two', 'ring of eight', 'ulysses', 'all_gather'}
+SOME = [
+    pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else [])
+    for n in MESHES
+]
 ROWS, MICRO = 4, 2
 OPTIMIZER = states.adamw(
     0.05, total_steps=4, warmup_steps=2, eps=1e-2, weight_decay=0.1
@@ -33,17 +42,17 @@ OPTIMIZER = states.adamw(
 
 
 def shapes(
-    stacked=False, trainable='.*', name='grpo', backend='dense', **more
+    stacked=False, trainable='.*', name='grpo', backend='dense', ways=1, **more
 ):
   recipe = recipes.recipe(name, anchor='old', correction='token_truncation')
   return program_lib.Shapes(
       step=steps.StepConfig(
-          batches.MODEL, recipe, layout=batches.LAYOUT, chunk=64,
-          backend=backend,
+          batches.MODEL, recipe, chunk=64, backend=backend,
+          layout=batches.LAYOUT if backend == 'dense' else None,
       ),
       stacked=stacked, trainable=trainable, optimizer=OPTIMIZER, rows=ROWS,
-      micro=MICRO, slots=batches.SLOTS, length=batches.LENGTH, scored=True,
-      **more,
+      micro=MICRO, slots=batches.SLOTS, scored=True,
+      length=zigzag.padded(batches.LENGTH, ways), **more,
   )
 
 
@@ -59,10 +68,14 @@ def params():
 
 
 @pytest.fixture(scope='module')
-def batch(params):
-  """[2, 4, ...]: all groups, one of them twice, among rows of padding."""
+def rows(params):
+  """[8, ...]: all groups, one of them twice, among rows of padding."""
   rows = batches.packed(batches.groups(params))
-  rows = batches.rows(rows, [3, -1, 0, 2, -1, 1, -1, 0])
+  return batches.rows(rows, [3, -1, 0, 2, -1, 1, -1, 0])
+
+
+@pytest.fixture(scope='module')
+def batch(rows):
   return packing.micro_batches(rows, MICRO)
 
 
@@ -78,11 +91,13 @@ def host(params):
   return transformer.unstack(params) if 'layers/attn/qkv' in params else params
 
 
-def two_updates(name, params, batch):
+def two_updates(name, params, rows):
   """Both reports and the parameters after each update on a mesh."""
   sizes, stacked, backend = MESHES[name]
   mesh = sharding.make_mesh(**sizes)
-  config = shapes(stacked, backend=backend)
+  ways = program_lib.context_ways(backend, mesh)
+  config = shapes(stacked, backend=backend, ways=ways)
+  batch = program_lib.batch_of(config, mesh, rows)
   count, out = np.int32(MICRO), {'reports': [], 'params': [], 'scores': []}
   with sharding.use(mesh):
     made = program_lib.programs(config, mesh)
@@ -112,15 +127,15 @@ def two_updates(name, params, batch):
 _results = {}
 
 
-def result(name, params, batch):
+def result(name, params, rows):
   if name not in _results:
-    _results[name] = two_updates(name, params, batch)
+    _results[name] = two_updates(name, params, rows)
   return _results[name]
 
 
-@pytest.mark.parametrize('name', [n for n in MESHES if n != 'one'])
-def test_updates_are_the_same_on_any_mesh(params, batch, name):
-  found, wanted = (result(n, params, batch) for n in (name, 'one'))
+@pytest.mark.parametrize('name', SOME[1:])
+def test_updates_are_the_same_on_any_mesh(params, rows, name):
+  found, wanted = (result(n, params, rows) for n in (name, 'one'))
   for ours, theirs in zip(found['scores'], wanted['scores'], strict=True):
     np.testing.assert_allclose(ours, theirs, atol=1e-5)
   for ours, theirs in zip(found['reports'], wanted['reports'], strict=True):
@@ -143,23 +158,25 @@ def test_updates_are_the_same_on_any_mesh(params, batch, name):
       )
 
 
-@pytest.mark.parametrize('name', MESHES)
-def test_parameters_and_moments_lie_where_the_table_says(params, batch, name):
+@pytest.mark.parametrize('name', SOME)
+def test_parameters_and_moments_lie_where_the_table_says(params, rows, name):
   sizes, stacked, _ = MESHES[name]
   mesh = sharding.make_mesh(**sizes)
   known = program_lib.abstract(shapes(stacked), mesh)
-  for key, found in result(name, params, batch)['shardings'].items():
+  for key, found in result(name, params, rows)['shardings'].items():
     assert found == {known.params[key].sharding}, key
   parts = {
       np.prod(x.shape) // np.prod(x.sharding.shard_shape(x.shape))
       for x in known.params.values()
   }
+  context = sizes.get('context', 1)
   split = sizes.get('fsdp', 1) * sizes.get('tensor', 1)
+  split *= context if batches.MODEL.width % context == 0 else 1
   assert max(parts) == split
 
 
-def test_each_program_is_compiled_once_for_any_data(params, batch):
-  made = result('one', params, batch)
+def test_each_program_is_compiled_once_for_any_data(params, rows, batch):
+  made = result('one', params, rows)
   programs, state = made['programs'], made['state']
   events = []
   jax.monitoring.register_event_duration_secs_listener(
@@ -218,7 +235,7 @@ def test_every_program_lowers_for_eight_devices(stacked):
     programs = program_lib.programs(config, mesh, say)
     kinds = {'empty', 'shared', 'admit', 'run'}
     assert programs.keys() == {
-        'train', 'init', 'score', *(f'rollout/{k}' for k in kinds),
+        'train', 'init', 'score', 'publish', *(f'rollout/{k}' for k in kinds),
         *(f'evaluation/{k}' for k in kinds),
     }
     for name, program in programs.items():
