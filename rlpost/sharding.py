@@ -3,9 +3,10 @@
 Models name logical axes; only this table and configs name mesh axes. An axis
 of size 1 costs nothing, so the four exist from the start.
 
-In training every matrix is split over all devices that could otherwise only
-hold copies (`fsdp` and `context`), and gathered where it is used. In decoding,
-where a token would wait for that, matrices stay split by rows.
+In training every matrix is split, along its rows, over the devices that could
+otherwise only hold copies (`fsdp` and `context`), and gathered where it is
+used. In decoding, where each token would wait for that, they stay split as
+`DECODING` says.
 """
 
 import contextlib
@@ -15,7 +16,8 @@ from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.experimental import mesh_utils
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from rlpost import errors
 
@@ -27,14 +29,15 @@ RULES = {
     'vocab': 'tensor',
     'heads': 'tensor',
     'hidden': 'tensor',
-    'embed': ('fsdp', 'context'),
+    'embed': None,
     'layers': None,
     'norm': None,
     None: None,
 }
 
 _RESIDENT = dict.fromkeys(('vocab', 'heads', 'hidden'), ('tensor', 'context'))
-DECODING = {**RULES, **_RESIDENT, 'embed': None}
+DECODING = {**RULES, **_RESIDENT}
+COPIES = 'fsdp', 'context'
 
 
 def make_mesh(data=1, fsdp=1, tensor=1, context=1, devices=None):
@@ -58,10 +61,11 @@ def make_mesh(data=1, fsdp=1, tensor=1, context=1, devices=None):
     raise errors.InputError(
         f'mesh {sizes} needs {known} devices; there are {len(devices)}.'
     )
-  return jax.make_mesh(
-      tuple(sizes.values()), MESH_AXES, devices=devices[:known],
-      axis_types=(AxisType.Auto,) * len(MESH_AXES),
+  # Neighbours on a torus stay neighbours; 8 of a 4x4x4 are a 4x2 of it.
+  grid = mesh_utils.create_device_mesh(
+      tuple(sizes.values()), devices[:known], allow_split_physical_axes=True
   )
+  return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
 def spec(axes) -> PartitionSpec:
@@ -76,12 +80,14 @@ def fitted(mesh, shape, axes, rules: Mapping = RULES) -> PartitionSpec:
   """
   parts = []
   for size, axis in zip(shape, axes, strict=True):
-    names = rules[axis] or ()
-    names = (names,) if isinstance(names, str) else names
-    while size % math.prod(mesh.shape[n] for n in names):
-      names = names[:-1]
-    parts.append(names[0] if len(names) == 1 else names or None)
+    parts.append(_dividing(mesh, size, mesh_axes(rules[axis])))
   return PartitionSpec(*parts)
+
+
+def _dividing(mesh, size, names):
+  while size % math.prod(mesh.shape[n] for n in names):
+    names = names[:-1]
+  return names[0] if len(names) == 1 else names or None
 
 
 def named(mesh, axes) -> NamedSharding:
@@ -94,12 +100,31 @@ def replicated(mesh) -> NamedSharding:
   return NamedSharding(mesh, PartitionSpec())
 
 
+def stored(mesh, shape, axes) -> PartitionSpec:
+  """The partition of a parameter in training.
+
+  As `fitted`, and rows of matrices over `COPIES` too. Rows: pieces of a few
+  columns are less than a TPU's 128 lanes, and gathered at twice the price.
+  """
+  parts = [*fitted(mesh, shape, axes)]
+  row = next(i for i, a in enumerate(axes) if a != 'layers')
+  if row < len(axes) - 1:
+    names = (*mesh_axes(parts[row]), *COPIES)
+    parts[row] = _dividing(mesh, shape[row], names)
+  return PartitionSpec(*parts)
+
+
+def mesh_axes(part) -> tuple[str, ...]:
+  """Names in one entry of a PartitionSpec."""
+  return (part,) if isinstance(part, str) else part or ()
+
+
 def for_params(
-    mesh, shapes: Mapping, axes: Mapping, rules: Mapping = RULES
+    mesh, shapes: Mapping, axes: Mapping, partition=stored
 ) -> dict:
   """A sharding per parameter; a dimension that does not divide is whole."""
   return {
-      k: NamedSharding(mesh, fitted(mesh, shapes[k].shape, axes[k], rules))
+      k: NamedSharding(mesh, partition(mesh, shapes[k].shape, axes[k]))
       for k in shapes
   }
 
@@ -110,28 +135,46 @@ def fitting(mesh, shape, axes) -> NamedSharding:
 
 
 def gathered(x, axes, dtype):
-  """A matrix in `dtype`, whole along 'embed', for use on many devices.
+  """A stored matrix in `dtype`, split by `RULES` alone, ready for use.
 
   Its gradient goes straight to where the matrix is stored: partial sums are
   scattered, never summed on every device.
   """
   mesh = jax.sharding.get_abstract_mesh()
-  if mesh.empty or mesh.size == 1 or 'embed' not in axes:
+  if mesh.empty or mesh.size == 1 or x.ndim < 2:
     return x
   return _gathered(x, axes, dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _gathered(x, axes, dtype):
+  x = x.astype(dtype)
+  for spec_ in _stages(x.shape, axes)[1:]:
+    x = jax.lax.with_sharding_constraint(x, spec_)
+  return x
+
+
+def _stages(shape, axes):
+  """Partitions between stored and gathered, one mesh axis at a time.
+
+  A TPU's compiler gathers and scatters along one axis natively; along two at
+  once it sums the whole matrix on every device.
+  """
   mesh = jax.sharding.get_abstract_mesh()
-  whole = fitted(mesh, x.shape, axes, {**RULES, 'embed': None})
-  return jax.lax.with_sharding_constraint(x.astype(dtype), whole)
+  specs, spec_ = [], [*stored(mesh, shape, axes)]
+  for copies in ((), *((name,) for name in reversed(COPIES))):
+    spec_ = [
+        tuple(n for n in mesh_axes(part) if n not in copies) or None
+        for part in spec_
+    ]
+    specs.append(PartitionSpec(*spec_))
+  return specs
 
 
 def _scattered(axes, dtype, like, g):
   del dtype
-  mesh = jax.sharding.get_abstract_mesh()
-  g = jax.lax.with_sharding_constraint(g, fitted(mesh, g.shape, axes))
+  for spec_ in reversed(_stages(g.shape, axes)[:-1]):
+    g = jax.lax.with_sharding_constraint(g, spec_)
   return (g.astype(like.dtype),)
 
 
@@ -174,6 +217,21 @@ def constrain(x, axes):
   if mesh.empty or mesh.size == 1:
     return x
   return jax.lax.with_sharding_constraint(x, spec(axes))
+
+
+def varying(x, axes=MESH_AXES):
+  """`x` inside a `shard_map` as a value that differs along these axes.
+
+  The gradient of what is the same on all devices is summed over them.
+  """
+  known = jax.typeof(x).manual_axis_type.varying
+  axes = tuple(a for a in axes if a not in known)
+  return jax.lax.pcast(x, axes, to='varying') if axes else x
+
+
+def as_varying_as(x, like):
+  """`x`, differing along the axes along which `like` does."""
+  return varying(x, jax.typeof(like).manual_axis_type.varying)
 
 
 @contextlib.contextmanager

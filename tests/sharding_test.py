@@ -56,14 +56,29 @@ def test_a_dimension_that_does_not_divide_stays_whole():
   def spec(shape, axes):
     return sharding.fitting(mesh, shape, axes).spec
 
-  wide = 'fsdp', 'context'
-  assert spec((6, 4), ('vocab', 'embed')) == PartitionSpec('tensor', wide)
-  assert spec((7, 4), ('vocab', 'embed')) == PartitionSpec(None, wide)
+  assert spec((6, 4), ('vocab', 'embed')) == PartitionSpec('tensor', None)
+  assert spec((7, 4), ('vocab', 'embed')) == PartitionSpec(None, None)
   # Of two mesh axes for one dimension, the first ones that divide.
   assert spec((8,), ('batch',)) == PartitionSpec(('data', 'fsdp'))
   assert spec((6,), ('batch',)) == PartitionSpec('data')
   assert spec((7,), ('batch',)) == PartitionSpec(None)
   assert spec((5, 3), ('layers', 'norm')) == PartitionSpec(None, None)
+
+
+@pytest.mark.parametrize('shape, axes, wanted', [
+    ((8, 4), ('vocab', 'embed'), (('tensor', 'fsdp', 'context'), None)),
+    ((4, 4), ('vocab', 'embed'), (('tensor', 'fsdp'), None)),
+    ((7, 4), ('vocab', 'embed'), (None, None)),
+    ((3, 4, 8), ('layers', 'embed', 'heads'),
+     (None, ('fsdp', 'context'), 'tensor')),
+    ((4,), ('norm',), (None,)),
+    ((3, 4), ('layers', 'norm'), (None, None)),
+])
+def test_rows_of_stored_matrices_are_split_over_all_copies(
+    shape, axes, wanted
+):
+  mesh = sharding.make_mesh(fsdp=2, tensor=2, context=2)
+  assert sharding.stored(mesh, shape, axes) == PartitionSpec(*wanted)
 
 
 @pytest.mark.parametrize('stacked', [False, True])

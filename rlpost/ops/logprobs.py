@@ -6,6 +6,8 @@ import chex
 import jax
 import jax.numpy as jnp
 
+from rlpost import sharding
+
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def token_logprobs(h_KD, table_VD, target_K, temperature_K, chunk):
@@ -145,7 +147,10 @@ def _backward(chunk, residuals, cotangents):
       jnp.pad(g, (0, extra)).reshape(-1, chunk) for g in (d_logp, d_entropy)
   )
   many = args[0].shape[0] > 1
-  start = jnp.zeros(table_VD.shape, jnp.float32) if many else None
+  start = None
+  if many:
+    zero = jnp.zeros(table_VD.shape, jnp.float32)
+    start = sharding.as_varying_as(zero, table_VD)
   d_table, d_h = _over_chunks(body, start, args + whole)
   d_h = d_h.reshape(-1, d_h.shape[-1])[:K].astype(h_KD.dtype)
   return d_h, d_table.astype(table_VD.dtype), None, None

@@ -1,12 +1,13 @@
 """What a row needs at its two ends when its tokens are spread over devices.
 
 Tokens of a row lie over the `context` axis, rows over `data` and `fsdp`, and a
-table's width over `fsdp` and `context`: so the embedding trades widths for
-tokens, and the head trades hidden states for slots. No device ever holds all
-tokens of a row, nor the hidden states of all its loss slots.
+table's rows over all devices that share a batch: so the embedding trades
+columns for tokens, and the head trades hidden states for slots. No device ever
+holds all tokens of a row, nor the hidden states of all its loss slots.
 """
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -19,49 +20,49 @@ _ROWS, _TIME = sharding.RULES['batch'], sharding.RULES['time']
 _TABLE = 'vocab', 'embed'
 
 
-def _varying(x):
-  """`x` as a value that differs on every device: its gradient is summed."""
-  varies = jax.typeof(x).manual_axis_type.varying
-  axes = [a for a in sharding.MESH_AXES if a not in varies]
-  return jax.lax.pcast(x, tuple(axes), to='varying') if axes else x
-
-
-def _names(part) -> tuple[str, ...]:
-  """Mesh axes of one entry of a PartitionSpec."""
-  return (part,) if isinstance(part, str) else part or ()
-
-
 def lookup(table_VD, tokens_BT, dtype):
   """Rows of an embedding table: [B, T, D] in `dtype`.
 
-  On a mesh each device looks up its columns for all tokens of its neighbours,
-  then they trade; the table itself does not move, nor does its gradient.
+  On a mesh the table is dealt anew, by columns. Each device looks up its
+  columns for all tokens of its neighbours, then they trade; gradients go the
+  same way back, and no device ever holds the table.
   """
   mesh = jax.sharding.get_abstract_mesh()
   if mesh.empty or mesh.size == 1:
     return table_VD.astype(dtype)[tokens_BT]
-  stored = sharding.fitted(mesh, table_VD.shape, _TABLE)
-  rows = _names(stored[0])
-
-  def local(table, tokens):
-    trades = [(name, 1 if name == _TIME else 0) for name in _names(stored[1])]
-    for name, axis in trades:
-      tokens = jax.lax.all_gather(tokens, name, axis=axis, tiled=True)
-    if rows:
-      tokens = tokens - jax.lax.axis_index(rows) * table.shape[0]
-    mine = (tokens >= 0) & (tokens < table.shape[0])
-    x = table[jnp.clip(tokens, 0, table.shape[0] - 1)]
-    x = jnp.where(mine[..., None], x, 0).astype(dtype)
-    if rows:
-      x = jax.lax.psum(x, rows)
-    for name, axis in reversed(trades):
-      x = jax.lax.all_to_all(x, name, axis, 2, tiled=True)
-    return x
-
+  stored = sharding.stored(mesh, table_VD.shape, _TABLE)
+  names = sharding.mesh_axes(stored[0])
+  run = functools.partial(
+      _local_lookup, dtype=dtype, tensor='tensor' in names,
+      split=[a for a in names if a in sharding.COPIES],
+  )
   return jax.shard_map(
-      local, mesh=mesh, in_specs=(stored, PartitionSpec(_ROWS, _TIME)),
+      run, mesh=mesh, in_specs=(stored, PartitionSpec(_ROWS, _TIME)),
       out_specs=PartitionSpec(_ROWS, _TIME, None),
   )(table_VD, tokens_BT)
+
+
+def _local_lookup(table, tokens, *, dtype, tensor, split):
+  if table.shape[1] % math.prod(map(jax.lax.axis_size, split)):
+    # Too few columns to deal: every device looks up its own tokens.
+    for name in reversed(split):
+      table = jax.lax.all_gather(table, name, axis=0, tiled=True)
+    split = []
+  for name in reversed(split):
+    table = jax.lax.all_to_all(table, name, 1, 0, tiled=True)
+  axis = {name: 1 if name == _TIME else 0 for name in split}
+  for name in split:
+    tokens = jax.lax.all_gather(tokens, name, axis=axis[name], tiled=True)
+  if tensor:
+    tokens = tokens - jax.lax.axis_index('tensor') * table.shape[0]
+  mine = (tokens >= 0) & (tokens < table.shape[0])
+  x = table[jnp.clip(tokens, 0, table.shape[0] - 1)].astype(dtype)
+  x = jnp.where(mine[..., None], x, 0)
+  if tensor:
+    x = jax.lax.psum(x, 'tensor')
+  for name in split:
+    x = jax.lax.all_to_all(x, name, axis[name], 2, tiled=True)
+  return x
 
 
 def token_logprobs(
@@ -93,7 +94,7 @@ def token_logprobs(
         temperature_BK.reshape(-1), chunk,
     )
     return tuple(x.reshape(B, K) for x in out)
-  stored = sharding.fitted(mesh, table_VD.shape, _TABLE)
+  stored = sharding.stored(mesh, table_VD.shape, _TABLE)
   slots, states, out = (
       PartitionSpec(_ROWS, *rest)
       for rest in [(None,), (_TIME, None), (None, (_TIME, 'tensor'))]
@@ -114,9 +115,8 @@ def _local_logprobs(
 ):
   """This device's share of the slots: two of fp32 [B, chunks, share]."""
   table = table_VD.astype(h_BTD.dtype)
-  for axis, part in enumerate(stored):
-    if part is not None:
-      table = jax.lax.all_gather(table, part, axis=axis, tiled=True)
+  for name in reversed(sharding.mesh_axes(stored[0])):  # see `sharding`
+    table = jax.lax.all_gather(table, name, axis=0, tiled=True)
   (B, T, D), K = h_BTD.shape, predictor_BK.shape[1]
   tensor = jax.lax.axis_size('tensor')
   ways = jax.lax.axis_size(_TIME) * tensor
@@ -143,6 +143,6 @@ def _local_logprobs(
   target, temperature = (mine(deal(x)) for x in (target_BK, temperature_BK))
   slots = (x.reshape(-1) for x in (target, temperature))
   found = logprobs.token_logprobs(
-      *map(_varying, (h.reshape(-1, D), table, *slots)), chunk
+      *map(sharding.varying, (h.reshape(-1, D), table, *slots)), chunk
   )
   return tuple(x.reshape(-1, B, share).swapaxes(0, 1) for x in found)

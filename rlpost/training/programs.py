@@ -6,6 +6,7 @@ compiles to (its memory, its collectives) lowers the same ones.
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -157,7 +158,10 @@ def _published(shapes: Shapes, mesh, params) -> dict:
   would cast them to, split by rows."""
   axes = transformer.spec(shapes.step.model, shapes.stacked).axes
   kept = {k: v for k, v in params.items() if not k.startswith('value/')}
-  places = sharding.for_params(mesh, kept, axes, sharding.DECODING)
+  places = sharding.for_params(
+      mesh, kept, axes,
+      functools.partial(sharding.fitted, rules=sharding.DECODING),
+  )
   dtypes = {
       k: v.dtype if 'norm' in axes[k] else jnp.dtype(shapes.step.dtype)
       for k, v in kept.items()

@@ -1,0 +1,73 @@
+"""An update as TPUs would run it: compiled ahead of time, no TPU needed.
+
+Needs the extra `tpu-aot`; see `tests/ops/context_tpu_test.py`.
+"""
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        importlib.util.find_spec('libtpu') is None,
+        reason='pip install rlpost[tpu-aot]',
+    ),
+]
+PROGRAM = """
+import json
+from jax.experimental import topologies
+from rlpost import sharding
+from rlpost.algorithms import recipes
+from rlpost.models import config
+from rlpost.training import programs, state, step
+
+found = topologies.get_topology_desc(platform='tpu', topology_name='v5e:2x4')
+mesh = sharding.make_mesh(fsdp=2, context=4, devices=list(found.devices))
+model = config.ModelConfig(
+    vocab_size=4096, width=1024, num_layers=3, num_heads=8, num_kv_heads=4,
+    head_dim=128, hidden=2048,
+)
+shapes = programs.Shapes(
+    step=step.StepConfig(
+        model, recipes.recipe('grpo'), backend='ring', remat='full',
+        dtype='bfloat16',
+    ),
+    stacked=True, trainable='.*', optimizer=state.adamw(1.0, total_steps=2),
+    rows=2, micro=1, slots=256, length=8192,
+)
+with sharding.use(mesh):
+  train = programs.programs(shapes, mesh)['train']
+  print(json.dumps(train.compile().as_text()))
+"""
+
+
+def test_matrices_are_gathered_and_their_gradients_scattered_one_axis_a_time():
+  env = os.environ | {
+      'JAX_PLATFORMS': 'cpu', 'ALLOW_MULTIPLE_LIBTPU_LOAD': '1',
+      'TPU_SKIP_MDS_QUERY': '1',
+  }
+  done = subprocess.run(
+      [sys.executable, '-c', PROGRAM], check=True, text=True,
+      stdout=subprocess.PIPE, env=env,
+  )
+  text = json.loads(done.stdout.splitlines()[-1])
+  scattered, summed, gathered = set(), set(), set()
+  for body in re.split(r'\n(?=(?:ENTRY )?%?[\w.\-]+ \()', text):
+    fused = body.startswith('%all-reduce-scatter')
+    for shape, kind in re.findall(
+        r'= bf16\[([\d,]+)\]\S* (all-reduce|all-gather)\(', body
+    ):
+      into = gathered if kind == 'all-gather' else summed
+      size = tuple(int(n) for n in shape.split(',') if n != '1')
+      (scattered if fused else into).add(size)
+  # qkv, out, gate_up, down: the width is 1024.
+  matrices = {(2048, 1024), (1024, 1024), (4096, 1024), (1024, 2048)}
+  assert matrices <= gathered
+  assert matrices <= scattered
+  assert not matrices & summed, 'every device sums a whole matrix'
