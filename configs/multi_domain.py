@@ -68,6 +68,7 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
       'remat': 'none',
       'chunk': 128,
       'clip_norm': 1.0,
+      'offload': False,
   }
   config.warmup = {'steps': 0}
   config.plan = {'floor': 0.3}

@@ -64,6 +64,7 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
       'remat': 'none',
       'chunk': 128,
       'clip_norm': 1.0,
+      'offload': False,
   }
   config.warmup = {
       'steps': 0, 'rows': 4, 'length': 128, 'slots': 64, 'examples': 512,

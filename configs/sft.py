@@ -58,6 +58,7 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
       'remat': 'none',
       'chunk': 128,
       'clip_norm': 1.0,
+      'offload': False,
   }
   config.evaluation = {
       'slots': 24, 'samples': 3, 'temperature': 1.0, 'admit': 6,

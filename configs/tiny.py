@@ -73,6 +73,7 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
       'remat': 'none',
       'chunk': 512,
       'clip_norm': 1.0,
+      'offload': False,
   }
   config.plan = {'floor': 0.5}
   config.curriculum = {'decay': 0.9, 'explore': 0.2}

@@ -116,7 +116,9 @@ def abstract(shapes: Shapes, mesh) -> Abstract:
   state = jax.eval_shape(
       lambda p: states.create(p, shapes.optimizer), trainable
   )
-  places = states.shardings(state, placed, sharding.replicated(mesh))
+  places = states.shardings(
+      state, placed, sharding.replicated(mesh), shapes.step.offload
+  )
   state = jax.tree.map(
       lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
       state, places,

@@ -68,6 +68,7 @@ class Train:
   remat: str = 'none'
   chunk: int = 512
   clip_norm: float = 1.0
+  offload: bool = False
 
   def __post_init__(self):
     _at_least_1('train', self, 'rows', 'updates', 'chunk')

@@ -277,7 +277,7 @@ def _shapes(config, mesh, model, recipe, rollout, train, decoding):
   step = steps.StepConfig(
       model=model.config, recipe=recipe, layout=layout,
       backend=train.backend, remat=train.remat, chunk=train.chunk,
-      clip_norm=train.clip_norm, dtype=model.dtype,
+      clip_norm=train.clip_norm, dtype=model.dtype, offload=train.offload,
   )
   optimizer = states.adamw(
       total_steps=config.steps * train.updates, **config.optimizer

@@ -94,13 +94,16 @@ def union(trainable: Mapping, frozen: Mapping) -> dict:
   return {**trainable, **frozen}
 
 
-def shardings(abstract: TrainState, params: Mapping, default) -> TrainState:
+def shardings(
+    abstract: TrainState, params: Mapping, default, offload=False
+) -> TrainState:
   """A sharding for each leaf: moments follow the parameter they belong to.
 
   Args:
     abstract: the state's shapes.
     params: name -> sharding.
     default: sharding of everything else.
+    offload: moments stay in the memory of the host.
   """
 
   def of(path, leaf):
@@ -108,7 +111,9 @@ def shardings(abstract: TrainState, params: Mapping, default) -> TrainState:
         (p.key for p in reversed(path)
          if isinstance(p, jax.tree_util.DictKey)), None
     )
-    same = name in params and leaf.ndim
-    return params[name] if same else default
+    if name not in params or not leaf.ndim:
+      return default
+    moment = offload and path[0].name == 'opt'
+    return params[name].with_memory_kind('pinned_host' if moment else None)
 
   return jax.tree_util.tree_map_with_path(of, abstract)

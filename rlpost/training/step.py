@@ -42,6 +42,8 @@ class StepConfig:
     chunk: loss slots whose logits exist at one time.
     clip_norm: the gradient is scaled down to this global norm.
     dtype: of activations.
+    offload: keep the optimizer's moments in the host's memory; they come to
+      the devices once the gradient is there.
   """
 
   model: ModelConfig
@@ -52,6 +54,7 @@ class StepConfig:
   chunk: int = 512
   clip_norm: float = 1.0
   dtype: str = 'float32'
+  offload: bool = False
 
   def __post_init__(self):
     # Here, for a program is traced minutes after a run began.
@@ -212,7 +215,10 @@ def train_step(
   # second copy of the gradient.
   scale = weight * jnp.minimum(1.0, config.clip_norm / (norm + 1e-6))
   grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
-  updates, opt = optimizer.update(grads, state.opt, state.trainable)
+  opt = state.opt
+  if config.offload:
+    opt = jax.device_put(opt, jax.memory.Space.Device)
+  updates, opt = optimizer.update(grads, opt, state.trainable)
   trainable = optax.apply_updates(state.trainable, updates)
   new = TrainState(trainable, opt, state.step + 1)
   report = diagnostics.finish(metrics)

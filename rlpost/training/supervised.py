@@ -56,6 +56,7 @@ class Train:
   remat: str = 'none'
   chunk: int = 512
   clip_norm: float = 1.0
+  offload: bool = False
 
   def __post_init__(self):
     for name in ('rows', 'micro', 'length', 'slots'):
@@ -108,7 +109,7 @@ def build(config, scorer, display, workdir_tasks: Mapping | None = None) -> Run:
       step=steps.StepConfig(
           model=model.config, recipe=imitation.RECIPE, backend=train.backend,
           remat=train.remat, chunk=train.chunk, clip_norm=train.clip_norm,
-          dtype=model.dtype,
+          dtype=model.dtype, offload=train.offload,
       ),
       stacked=model.stacked, trainable=model.trainable,
       optimizer=states.adamw(total_steps=config.steps, **config.optimizer),

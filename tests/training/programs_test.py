@@ -1,5 +1,6 @@
 """The programs of a run: one compilation each, the same numbers on any mesh."""
 
+import dataclasses
 import functools
 from unittest import mock
 
@@ -23,6 +24,7 @@ MESHES = {
     'one': ({}, False, 'dense'),
     'three': ({'context': 3}, False, 'ring'),
     'four': ({'fsdp': 2, 'tensor': 2}, True, 'dense'),
+    'offloaded': ({}, False, 'dense'),
     'eight': ({'data': 2, 'fsdp': 2, 'context': 2}, True, 'ring'),
     'ring of two': ({'context': 2}, False, 'ring'),
     'ring of four': ({'context': 4, 'tensor': 2}, True, 'ring'),
@@ -42,13 +44,15 @@ OPTIMIZER = states.adamw(
 
 
 def shapes(
-    stacked=False, trainable='.*', name='grpo', backend='dense', ways=1, **more
+    stacked=False, trainable='.*', name='grpo', backend='dense', ways=1,
+    offload=False, **more
 ):
   recipe = recipes.recipe(name, anchor='old', correction='token_truncation')
   return program_lib.Shapes(
       step=steps.StepConfig(
           batches.MODEL, recipe, chunk=64, backend=backend,
           layout=batches.LAYOUT if backend == 'dense' else None,
+          offload=offload,
       ),
       stacked=stacked, trainable=trainable, optimizer=OPTIMIZER, rows=ROWS,
       micro=MICRO, slots=batches.SLOTS, scored=True,
@@ -96,7 +100,9 @@ def two_updates(name, params, rows):
   sizes, stacked, backend = MESHES[name]
   mesh = sharding.make_mesh(**sizes)
   ways = program_lib.context_ways(backend, mesh)
-  config = shapes(stacked, backend=backend, ways=ways)
+  config = shapes(
+      stacked, backend=backend, ways=ways, offload=name == 'offloaded'
+  )
   batch = program_lib.batch_of(config, mesh, rows)
   count, out = np.int32(MICRO), {'reports': [], 'params': [], 'scores': []}
   with sharding.use(mesh):
@@ -163,8 +169,10 @@ def test_parameters_and_moments_lie_where_the_table_says(params, rows, name):
   sizes, stacked, _ = MESHES[name]
   mesh = sharding.make_mesh(**sizes)
   known = program_lib.abstract(shapes(stacked), mesh)
+  host = 'pinned_host' if name == 'offloaded' else 'device'
   for key, found in result(name, params, rows)['shardings'].items():
-    assert found == {known.params[key].sharding}, key
+    place = known.params[key].sharding
+    assert found == {place, place.with_memory_kind(host)}, key
   parts = {
       np.prod(x.shape) // np.prod(x.sharding.shard_shape(x.shape))
       for x in known.params.values()
@@ -245,6 +253,45 @@ def test_every_program_lowers_for_eight_devices(stacked):
     assert said == ['compiling rollout/empty']
   decoding = program_lib.decoding(programs, 'evaluation')
   assert decoding.run is programs['evaluation/run']
+
+
+@pytest.mark.parametrize('stacked', [False, True])
+def test_published_parameters_are_those_that_products_would_use(
+    params, stacked
+):
+  mesh = sharding.make_mesh(fsdp=2, context=2, tensor=2)
+  config = shapes(stacked, rollout=ENGINE, backend='ring', ways=2)
+  config = dataclasses.replace(config, step=dataclasses.replace(
+      config.step, dtype='bfloat16',
+      model=dataclasses.replace(batches.MODEL, value_head=True),
+  ))
+  value = np.ones((1, batches.MODEL.width), np.float32)
+  whole = params | {'value/kernel': value}
+  with sharding.use(mesh):
+    programs = program_lib.programs(config, mesh)
+    found = programs['publish'](placed(config, mesh, whole))
+    taken = programs['rollout/run'].arguments[0]
+  assert found.keys() == taken.keys()
+  for key, x in found.items():
+    assert (x.sharding, x.dtype) == (taken[key].sharding, taken[key].dtype)
+    kept = key.endswith('scale')
+    assert x.dtype == (jax.numpy.float32 if kept else jax.numpy.bfloat16), key
+    # Rows of heads and widths are split, and nothing else: no gathers.
+    parts = np.prod(x.shape) // np.prod(x.sharding.shard_shape(x.shape))
+    assert parts == (1 if kept else 4), key
+  want = {k: v for k, v in params.items()}
+  for key, x in host(found).items():
+    np.testing.assert_array_equal(x, want[key].astype(x.dtype), err_msg=key)
+
+
+def test_one_device_in_fp32_decodes_with_the_parameters_it_trains():
+  config = shapes(rollout=ENGINE)
+  programs = program_lib.programs(config, sharding.make_mesh())
+  assert 'publish' not in programs
+  bf16 = dataclasses.replace(
+      config, step=dataclasses.replace(config.step, dtype='bfloat16')
+  )
+  assert 'publish' in program_lib.programs(bf16, sharding.make_mesh())
 
 
 def test_what_one_program_returns_another_takes():
