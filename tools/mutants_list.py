@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+from tools import mutants_context
+
 
 class Mutant(NamedTuple):
   """`old` is in `file` exactly once; `new` takes its place."""
@@ -363,7 +365,7 @@ FAULTS = (
   ('rlpost/training/step.py', 'tests/training/step_test.py::test_slot_i_holds_'
    'the_log_prob_of_token_i', (
     ('the trainer forgets the temperature',
-     'rows.temperature.reshape(-1), config', 'jnp.ones(B * K), config'),
+     'rows.temperature, config', 'rows.temperature * 0 + 1, config'),
   )),
   ('rlpost/training/state.py', 'tests/training/state_test.py', (
     ('AdamW decays the scales of norms',
@@ -436,6 +438,6 @@ FAULTS = (
 
 MUTANTS = tuple(
   Mutant(file, old, new, tuple(tests.split()), says)
-  for file, tests, faults in FAULTS
+  for file, tests, faults in (*FAULTS, *mutants_context.FAULTS)
   for says, old, new in faults
 )

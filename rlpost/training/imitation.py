@@ -113,7 +113,7 @@ def warm_up(run, params: Mapping[str, Any], display):
 
 def _shapes(run) -> program_lib.Shapes:
   settings, step = run.warmup, run.shapes.step
-  ways = program_lib.context_ways(step.backend, run.mesh)
+  ways = run.mesh.shape['context']
   return dataclasses.replace(
       run.shapes, step=dataclasses.replace(step, recipe=RECIPE, layout=None),
       optimizer=states.adamw(

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 from rlpost import sharding, types
 from rlpost.data import packing, zigzag
 from rlpost.models import transformer
-from rlpost.ops import context
 from rlpost.rollouts import engine as engines
 from rlpost.training import state as states
 from rlpost.training import step as steps
@@ -140,18 +139,13 @@ def batch_shapes(shapes: Shapes, mesh):
   return types.Batch(*map(placed, rows._fields, rows))
 
 
-def context_ways(backend: str, mesh) -> int:
-  """Over how many devices the tokens of a row are dealt, in zigzag order."""
-  return mesh.shape['context'] if backend in context.WAYS else 1
-
-
 def batch_of(shapes: Shapes, mesh, rows: types.Batch) -> types.Batch:
   """Rows of `packing` as the programs take them: [M, B, ...].
 
   Missing rows are padding; tokens are spread over the context.
   """
   rows = packing.pad_rows(rows, shapes.rows * shapes.micro)
-  rows = zigzag.spread(rows, context_ways(shapes.step.backend, mesh))
+  rows = zigzag.spread(rows, mesh.shape['context'])
   return packing.micro_batches(rows, shapes.micro)
 
 

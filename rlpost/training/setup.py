@@ -286,9 +286,8 @@ def _shapes(config, mesh, model, recipe, rollout, train, decoding):
       step=step, stacked=model.stacked, trainable=model.trainable,
       optimizer=optimizer, rows=train.rows,
       micro=-(-(train.groups or rollout.prompts) // train.rows),
-      slots=slots, length=zigzag.padded(
-          prompt + slots, program_lib.context_ways(train.backend, mesh)
-      ), rollout=decoding[0],
+      slots=slots, rollout=decoding[0],
+      length=zigzag.padded(prompt + slots, mesh.shape['context']),
       evaluation=None if decoding[1] == decoding[0] else decoding[1],
       scored=recipe.kl != 'none' or recipe.anchor == 'old',
   )

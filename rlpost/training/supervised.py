@@ -114,9 +114,8 @@ def build(config, scorer, display, workdir_tasks: Mapping | None = None) -> Run:
       stacked=model.stacked, trainable=model.trainable,
       optimizer=states.adamw(total_steps=config.steps, **config.optimizer),
       rows=train.rows, micro=train.micro, slots=train.slots,
-      length=zigzag.padded(
-          train.length, program_lib.context_ways(train.backend, mesh)
-      ), evaluation=engine,
+      length=zigzag.padded(train.length, mesh.shape['context']),
+      evaluation=engine,
   )
   programs = program_lib.programs(shapes, mesh, display.phase)
   return Run(

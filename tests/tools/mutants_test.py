@@ -41,7 +41,8 @@ def test_a_fault_without_a_test_survives():
   """The tool itself can fail: the wrong tests notice nothing."""
   blind = 'tests/style_test.py::test_scripts_can_be_executed'
   code = (
-    'import mutants_list, runpy, sys\n'
+    'import runpy, sys\n'
+    'from tools import mutants_list\n'
     'one = mutants_list.MUTANTS[0]\n'
     f'mutants_list.MUTANTS = (one._replace(tests=("{blind}",)),)\n'
     'sys.argv = ["mutants"]\n'

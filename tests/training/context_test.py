@@ -70,9 +70,7 @@ def found(rows, ways=1, stacked=False, chunk=4, **mesh):
   shapes = program_lib.Shapes(
       step=config, stacked=stacked, trainable='.*', optimizer=None,
       rows=len(rows.mask), micro=1, slots=rows.mask.shape[1],
-      length=zigzag.padded(
-          rows.tokens.shape[1], program_lib.context_ways(backend, made)
-      ),
+      length=zigzag.padded(rows.tokens.shape[1], made.shape['context']),
   )
   batch = program_lib.batch_of(shapes, made, rows)
   assert batch.tokens.shape[2] == shapes.length

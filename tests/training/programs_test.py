@@ -99,9 +99,9 @@ def two_updates(name, params, rows):
   """Both reports and the parameters after each update on a mesh."""
   sizes, stacked, backend = MESHES[name]
   mesh = sharding.make_mesh(**sizes)
-  ways = program_lib.context_ways(backend, mesh)
   config = shapes(
-      stacked, backend=backend, ways=ways, offload=name == 'offloaded'
+      stacked, backend=backend, ways=mesh.shape['context'],
+      offload=name == 'offloaded',
   )
   batch = program_lib.batch_of(config, mesh, rows)
   count, out = np.int32(MICRO), {'reports': [], 'params': [], 'scores': []}
