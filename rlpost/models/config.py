@@ -78,6 +78,22 @@ class ModelConfig:
       )
 
   @property
+  def original_max_position(self) -> int:
+    """The length that the base of RoPE was trained at."""
+    scaling = self.rope_scaling
+    return scaling.original_max_position if scaling else self.max_position
+
+  @property
+  def reach(self) -> int:
+    """The longest sequence, extension included."""
+    scaling = self.rope_scaling
+    if scaling is None:
+      return self.max_position
+    return max(
+        self.max_position, int(scaling.factor * scaling.original_max_position)
+    )
+
+  @property
   def qkv_rows(self) -> int:
     return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
 

@@ -74,7 +74,7 @@ def warm_up(run, params: Mapping[str, Any], display):
   """
   settings, seed = run.warmup, run.config.seed
   examples = demonstrations.examples(
-      run.tasks.pools, run.tasks.environments, count=settings.examples,
+      run.tasks.sources, run.tasks.environments, count=settings.examples,
       seed=seed,
   )
   shapes = _shapes(run)

@@ -116,7 +116,7 @@ class Loop:
         max_tokens=run.rollout.max_new,
         penalty=self._kl_penalty(groups),
     )
-    outcomes = {name: [] for name in run.tasks.pools}
+    outcomes = {name: [] for name in run.tasks.trained}
     for group in groups:
       outcomes[group.task.domain] += [
           t.verdict.value for t in group.trajectories if packing.trains(t)

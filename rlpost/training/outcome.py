@@ -74,7 +74,7 @@ def step_row(groups, chosen: credit.Credit, learned, run) -> dict[str, Any]:
   shares, scales = run.plan.shares(), run.scale.report()
   beliefs = run.curriculum.report()['domains']
   kept = {g.id for g in chosen.groups}
-  for name in sorted(run.tasks.pools):
+  for name in sorted(run.tasks.trained):
     own = [g for g in groups if g.task.domain == name]
     verdicts = [t.verdict for g in own for t in g.trajectories]
     values = [v.value for v in verdicts if v.valid]

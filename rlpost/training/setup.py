@@ -51,6 +51,7 @@ class Model:
 def load_model(
     *, source: str, seed: int, value_head: bool = False,
     stacked: bool = False, trainable: str = '.*', dtype: str = 'float32',
+    rope: Mapping | None = None,
 ) -> Model:
   """The model of `config.model`.
 
@@ -63,10 +64,15 @@ def load_model(
     stacked: one scanned layer instead of per-layer leaves.
     trainable: regular expression of the names of parameters that train.
     dtype: of activations; parameters are fp32.
+    rope: fields of `models.config.RopeScaling` that take the place of the
+      model's own; those of kind 'none', or None, change nothing.
   """
+  changes = {'value_head': value_head}
+  if rope and rope['kind'] != 'none':
+    changes['rope_scaling'] = model_configs.RopeScaling(**rope)
   kind, _, name = source.partition(':')
   if kind == 'scratch':
-    config = model_configs.named(name, value_head=value_head)
+    config = model_configs.named(name, **changes)
     tokenizer = tokenizers.bytes_tokenizer()
 
     def init():
@@ -88,7 +94,7 @@ def load_model(
       params = {**params, 'value/kernel': draw.astype(np.float32)}
     return params
 
-  config = dataclasses.replace(config, value_head=value_head)
+  config = dataclasses.replace(config, **changes)
   fingerprint = f'{source}:{tokenizer.fingerprint}'
   return Model(
       config, tokenizer, read, fingerprint, stacked, trainable, dtype
@@ -97,10 +103,19 @@ def load_model(
 
 @dataclasses.dataclass(frozen=True)
 class Tasks:
-  """The domains of a run, split into pools, with their environments."""
+  """The domains of a run, split into pools, with their environments.
+
+  Of the domains that are not in `trained` there are held-out tasks only.
+  """
 
   pools: Mapping[str, domain_lib.Pools]
   environments: Mapping[str, Any]
+  trained: tuple[str, ...]
+
+  @property
+  def sources(self) -> dict:
+    """The pools that training draws from."""
+    return {name: self.pools[name] for name in self.trained}
 
   @property
   def heldout(self) -> dict:
@@ -108,7 +123,7 @@ class Tasks:
 
   @property
   def validation(self) -> dict:
-    return {name: p.validation for name, p in self.pools.items()}
+    return {name: p.validation for name, p in self.sources.items()}
 
   def fingerprint(self, name: str) -> str:
     """Digest of a domain's shots and of the items that training refuses."""
@@ -120,7 +135,8 @@ class Tasks:
 
 
 def make_tasks(
-    *, names: tuple[str, ...], heldout: int = 64, validation: int = 16,
+    *, names: tuple[str, ...], unseen: tuple[str, ...] = (),
+    heldout: int = 64, validation: int = 16,
     heldout_seed: int = 0, form: str | None = None, num_shots: int = -1,
     shots: Mapping | None = None, trained=(),
 ) -> Tasks:
@@ -128,6 +144,7 @@ def make_tasks(
 
   Args:
     names: keys of `domains.table.DOMAINS`.
+    unseen: more of them, evaluated and never trained on.
     heldout, validation: tasks per domain in these pools.
     heldout_seed: draws both pools; independent of the run's seed.
     form: of prompts; each domain's own if None.
@@ -137,7 +154,12 @@ def make_tasks(
   """
   if not names:
     raise errors.InputError('config.domains.names is empty; name one domain.')
-  forms = {form or table.load(name).form for name in names}
+  every = tuple(dict.fromkeys((*names, *unseen)))
+  if len(every) < len(names) + len(unseen):
+    raise errors.InputError(
+        f'A domain may be named once in domains.{names=} and {unseen=}.'
+    )
+  forms = {form or table.load(name).form for name in every}
   if num_shots > 0 and 'plain' not in forms:
     raise errors.InputError(
         f'domains.{num_shots=} shows nothing: only plain prompts have '
@@ -156,19 +178,20 @@ def make_tasks(
           validation=validation, shots=shots and shots[name],
           trained=trained,
       )
-      for name in names
+      for name in every
   }
-  return Tasks(pools, {n: p.environment(form=form) for n, p in pools.items()})
+  environments = {n: p.environment(form=form) for n, p in pools.items()}
+  return Tasks(pools, environments, tuple(names))
 
 
-def longest(tasks: Tasks, tokenizer, names) -> tuple[int, int, int]:
+def longest(tasks: Tasks, tokenizer) -> tuple[int, int, int]:
   """(shared prefix, rest of the prompt, answer with its end) in tokens.
 
   Measured on the held-out and validation tasks.
   """
   most = [1, 1, 1]
-  for name in names:
-    environment, pool = tasks.environments[name], tasks.pools[name]
+  for name, pool in tasks.pools.items():
+    environment = tasks.environments[name]
     for task in (*pool.heldout, *pool.validation):
       prompt = collect.prompt_tokens(tokenizer, environment.render(task))
       # A chat template adds the end token.
@@ -256,6 +279,19 @@ def _engine_configs(rollout, evaluation, measured, domains):
   )
 
 
+def check_reach(model, engine: engines.EngineConfig) -> None:
+  """Raises if a prompt and its answer go beyond what the model was made for."""
+  length = engine.prefix_len + engine.prompt_len + engine.width
+  if length > model.reach:
+    factor = -(-length // model.original_max_position)
+    raise errors.InputError(
+        f'prompts and answers take {length} positions, the model reaches '
+        f'{model.reach}; shorten them, or extend it by config.model.rope = '
+        f"{{'kind': 'yarn', 'factor': {float(factor)}, "
+        f"'original_max_position': {model.original_max_position}}}."
+    )
+
+
 def check_backend(backend: str, mesh) -> None:
   """Raises unless attention computes on each device its own tokens only."""
   ways = mesh.shape['context']
@@ -306,7 +342,6 @@ def build(config, scorer, display, workdir_tasks: Mapping | None = None) -> Run:
   model = load_model(**config.model, seed=config.seed)
   domains = {**config.domains, **(workdir_tasks or {})}
   tasks = make_tasks(**domains)
-  names = tuple(domains['names'])
   recipe = make_recipe(**config.recipe)
   if recipe.advantage == 'gae':
     raise errors.InputError(
@@ -316,8 +351,10 @@ def build(config, scorer, display, workdir_tasks: Mapping | None = None) -> Run:
   train = sections.Train(**config.train)
   evaluation = sections.Evaluation(**config.evaluation)
   recipes.check_group_size(recipe, rollout.samples)
-  measured = longest(tasks, model.tokenizer, names)
-  decoding = _engine_configs(rollout, evaluation, measured, len(names))
+  measured = longest(tasks, model.tokenizer)
+  decoding = _engine_configs(rollout, evaluation, measured, len(tasks.pools))
+  check_reach(model.config, decoding[0])
+  names = tasks.trained
   shapes = _shapes(config, mesh, model, recipe, rollout, train, decoding)
   programs = program_lib.programs(shapes, mesh, display.phase)
   rollouts = collector(programs, 'rollout', decoding[0], model, tasks, scorer)

@@ -96,7 +96,7 @@ def build(config, scorer, display, workdir_tasks: Mapping | None = None) -> Run:
   tasks = setup.make_tasks(**{**config.domains, **(workdir_tasks or {})})
   data, train = Data(**config.data), Train(**config.train)
   evaluation = sections.Evaluation(**config.evaluation)
-  longest = setup.longest(tasks, model.tokenizer, tuple(tasks.pools))
+  longest = setup.longest(tasks, model.tokenizer)
   prefix, rest, answer = map(setup.bucket, longest)
   engine = engines.EngineConfig(
       prompts=evaluation.slots, rows=evaluation.samples + 1,
@@ -105,6 +105,7 @@ def build(config, scorer, display, workdir_tasks: Mapping | None = None) -> Run:
       refill=evaluation.refill,
   )
   setup.check_backend(train.backend, mesh)
+  setup.check_reach(model.config, engine)
   shapes = program_lib.Shapes(
       step=steps.StepConfig(
           model=model.config, recipe=imitation.RECIPE, backend=train.backend,
@@ -187,7 +188,7 @@ class Loop:
         'reward': None, 'logp_gap_max': None, 'tokens': int(trained.sum()),
         'domains': {
             name: {'tokens': int(trained[rows.domain == i].sum())}
-            for i, name in enumerate(names)
+            for i, name in enumerate(names) if name in run.tasks.trained
         },
         **{k: float(learned[k]) for k in ('loss', 'entropy', 'grad_norm')},
         **self.stream.report(),
@@ -222,13 +223,13 @@ class Loop:
     run, config = self.run, self.run.config
     tasks = run.tasks
     examples = demonstrations.examples(
-        tasks.pools, tasks.environments, count=run.data.examples,
+        tasks.sources, tasks.environments, count=run.data.examples,
         seed=config.seed,
     )
     builder = sft_dataset.build(
         self.workdir.path / 'data', 'demonstrations', examples,
         config={
-            'domains': {n: tasks.fingerprint(n) for n in sorted(tasks.pools)},
+            'domains': {n: tasks.fingerprint(n) for n in sorted(tasks.trained)},
             'form': {n: e.form for n, e in sorted(tasks.environments.items())},
             'examples': run.data.examples, 'seed': config.seed,
         },
