@@ -17,7 +17,13 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 from jax.experimental import mesh_utils
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import (
+  AbstractMesh,
+  AxisType,
+  Mesh,
+  NamedSharding,
+  PartitionSpec,
+)
 
 from rlpost import errors
 
@@ -66,6 +72,11 @@ def make_mesh(data=1, fsdp=1, tensor=1, context=1, devices=None):
       tuple(sizes.values()), devices[:known], allow_split_physical_axes=True
   )
   return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+
+
+def abstract_mesh(data=1, fsdp=1, tensor=1, context=1) -> AbstractMesh:
+  """A mesh without devices, to ask how large pieces would be."""
+  return AbstractMesh((data, fsdp, tensor, context), MESH_AXES)
 
 
 def spec(axes) -> PartitionSpec:

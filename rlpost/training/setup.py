@@ -12,11 +12,9 @@ import numpy as np
 from rlpost import errors, sharding
 from rlpost.algorithms import recipes
 from rlpost.data import plan as plans
-from rlpost.data import tokenizer as tokenizers
 from rlpost.data import zigzag
 from rlpost.domains import domain as domain_lib
 from rlpost.domains import table
-from rlpost.models import config as model_configs
 from rlpost.models import transformer
 from rlpost.ops import context
 from rlpost.ops.attention import SharedPrefix
@@ -29,76 +27,7 @@ from rlpost.training import imitation, sections
 from rlpost.training import programs as program_lib
 from rlpost.training import state as states
 from rlpost.training import step as steps
-from rlpost.weights import load as weights
-
-
-@dataclasses.dataclass(frozen=True)
-class Model:
-  """A decoder's shape, its tokenizer, and a way to get its parameters.
-
-  `params()` reads or makes them on the host: {name: array}, per-layer leaves.
-  """
-
-  config: model_configs.ModelConfig
-  tokenizer: tokenizers.Tokenizer
-  params: Any
-  fingerprint: str
-  stacked: bool
-  trainable: str
-  dtype: str
-
-
-def load_model(
-    *, source: str, seed: int, value_head: bool = False,
-    stacked: bool = False, trainable: str = '.*', dtype: str = 'float32',
-    rope: Mapping | None = None,
-) -> Model:
-  """The model of `config.model`.
-
-  Args:
-    source: 'scratch:NAME' for random parameters of a named shape over bytes;
-      else what `weights.load` reads: 'smollm2', a .gguf file, a folder of
-      safetensors, 'hub:ORG/NAME'.
-    seed: of random parameters.
-    value_head: add a scalar head, random.
-    stacked: one scanned layer instead of per-layer leaves.
-    trainable: regular expression of the names of parameters that train.
-    dtype: of activations; parameters are fp32.
-    rope: fields of `models.config.RopeScaling` that take the place of the
-      model's own; those of kind 'none', or None, change nothing.
-  """
-  changes = {'value_head': value_head}
-  if rope and rope['kind'] != 'none':
-    changes['rope_scaling'] = model_configs.RopeScaling(**rope)
-  kind, _, name = source.partition(':')
-  if kind == 'scratch':
-    config = model_configs.named(name, **changes)
-    tokenizer = tokenizers.bytes_tokenizer()
-
-    def init():
-      return transformer.init(config, jax.random.key(seed))
-
-    return Model(
-        config, tokenizer, init, f'{source}:{seed}', stacked, trainable, dtype
-    )
-  config = weights.load_config(source)
-  tokenizer = weights.load_tokenizer(source)
-
-  def read():
-    params = weights.load(source)[1]
-    if not value_head:
-      params.pop('value/kernel', None)  # of a critic that is not wanted
-    elif 'value/kernel' not in params:
-      rng = np.random.default_rng(seed)
-      draw = rng.standard_normal((1, config.width)) * config.width**-0.5
-      params = {**params, 'value/kernel': draw.astype(np.float32)}
-    return params
-
-  config = dataclasses.replace(config, **changes)
-  fingerprint = f'{source}:{tokenizer.fingerprint}'
-  return Model(
-      config, tokenizer, read, fingerprint, stacked, trainable, dtype
-  )
+from rlpost.training.model import Model, load_model, split_model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -302,25 +231,41 @@ def check_backend(backend: str, mesh) -> None:
     )
 
 
-def _shapes(config, mesh, model, recipe, rollout, train, decoding):
-  """What decides the run's programs."""
+def shapes(config, mesh, measured=(0, 0, 0)) -> program_lib.Shapes:
+  """What decides the programs of a run; reads nothing that `config` states.
+
+  Args:
+    config: of a run of `experiments.train`.
+    mesh: of the run, with devices or without.
+    measured: of `longest`; of no matter where the config gives the room.
+  """
+  section = split_model(config.model)
+  recipe = make_recipe(**config.recipe)
+  rollout = sections.Rollout(**config.rollout)
+  train = sections.Train(**config.train)
+  domains = len(config.domains.names) + len(config.domains.get('unseen', ()))
+  decoding = _engine_configs(
+      rollout, sections.Evaluation(**config.evaluation), measured, domains
+  )
   check_backend(train.backend, mesh)
+  check_reach(section.model, decoding[0])
   prompt = decoding[0].prefix_len + decoding[0].prompt_len
   slots = rollout.samples * rollout.max_new
   layout = None  # is of use where all scores are held
   if train.backend == 'dense':
     layout = SharedPrefix(prompt, rollout.samples, rollout.max_new)
-  step = steps.StepConfig(
-      model=model.config, recipe=recipe, layout=layout,
-      backend=train.backend, remat=train.remat, chunk=train.chunk,
-      clip_norm=train.clip_norm, dtype=model.dtype, offload=train.offload,
-  )
-  optimizer = states.adamw(
-      total_steps=config.steps * train.updates, **config.optimizer
-  )
   return program_lib.Shapes(
-      step=step, stacked=model.stacked, trainable=model.trainable,
-      optimizer=optimizer, rows=train.rows,
+      step=steps.StepConfig(
+          model=section.model, recipe=recipe, layout=layout,
+          backend=train.backend, remat=train.remat, chunk=train.chunk,
+          clip_norm=train.clip_norm, dtype=section.dtype,
+          offload=train.offload,
+      ),
+      stacked=section.stacked, trainable=section.trainable,
+      optimizer=states.adamw(
+          total_steps=config.steps * train.updates, **config.optimizer
+      ),
+      rows=train.rows,
       micro=-(-(train.groups or rollout.prompts) // train.rows),
       slots=slots, rollout=decoding[0],
       length=zigzag.padded(prompt + slots, mesh.shape['context']),
@@ -351,24 +296,23 @@ def build(config, scorer, display, workdir_tasks: Mapping | None = None) -> Run:
   train = sections.Train(**config.train)
   evaluation = sections.Evaluation(**config.evaluation)
   recipes.check_group_size(recipe, rollout.samples)
-  measured = longest(tasks, model.tokenizer)
-  decoding = _engine_configs(rollout, evaluation, measured, len(tasks.pools))
-  check_reach(model.config, decoding[0])
   names = tasks.trained
-  shapes = _shapes(config, mesh, model, recipe, rollout, train, decoding)
-  programs = program_lib.programs(shapes, mesh, display.phase)
-  rollouts = collector(programs, 'rollout', decoding[0], model, tasks, scorer)
+  found = shapes(config, mesh, longest(tasks, model.tokenizer))
+  programs = program_lib.programs(found, mesh, display.phase)
+  rollouts = collector(
+      programs, 'rollout', found.rollout, model, tasks, scorer
+  )
   evaluations = rollouts
-  if shapes.evaluation is not None:
+  if found.evaluation is not None:
     evaluations = collector(
-        programs, 'evaluation', decoding[1], model, tasks, scorer
+        programs, 'evaluation', found.evaluation, model, tasks, scorer
     )
   sources = {n: plans.Source(fingerprint=tasks.fingerprint(n)) for n in names}
   return Run(
       config=config, rollout=rollout, train=train, evaluation=evaluation,
       warmup=imitation.Warmup(**config.get('warmup', {})),
       checkpoint=sections.Checkpoint(**config.checkpoint), mesh=mesh,
-      model=model, tasks=tasks, recipe=recipe, shapes=shapes, programs=programs,
+      model=model, tasks=tasks, recipe=recipe, shapes=found, programs=programs,
       rollouts=rollouts, evaluations=evaluations, scorer=scorer,
       plan=plans.Plan(sources, prompts=rollout.prompts, seed=config.seed,
                       **config.plan),

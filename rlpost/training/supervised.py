@@ -86,6 +86,34 @@ class Run(setup.Policy):
   frozen: Mapping[str, Any] | None = None
 
 
+def shapes(config, mesh, measured) -> program_lib.Shapes:
+  """What decides the programs of a run; as `setup.shapes`."""
+  section = setup.split_model(config.model)
+  train = Train(**config.train)
+  evaluation = sections.Evaluation(**config.evaluation)
+  prefix, rest, answer = map(setup.bucket, measured)
+  domains = len(config.domains.names) + len(config.domains.get('unseen', ()))
+  engine = engines.EngineConfig(
+      prompts=evaluation.slots, rows=evaluation.samples + 1,
+      prefix_len=prefix, prompt_len=rest, width=answer, prefixes=domains,
+      admit=evaluation.admit, refill=evaluation.refill,
+  )
+  setup.check_backend(train.backend, mesh)
+  setup.check_reach(section.model, engine)
+  return program_lib.Shapes(
+      step=steps.StepConfig(
+          model=section.model, recipe=imitation.RECIPE, backend=train.backend,
+          remat=train.remat, chunk=train.chunk, clip_norm=train.clip_norm,
+          dtype=section.dtype, offload=train.offload,
+      ),
+      stacked=section.stacked, trainable=section.trainable,
+      optimizer=states.adamw(total_steps=config.steps, **config.optimizer),
+      rows=train.rows, micro=train.micro, slots=train.slots,
+      length=zigzag.padded(train.length, mesh.shape['context']),
+      evaluation=engine,
+  )
+
+
 def build(config, scorer, display, workdir_tasks: Mapping | None = None) -> Run:
   """Everything but the parameters; reads no weights and compiles nothing.
 
@@ -94,37 +122,15 @@ def build(config, scorer, display, workdir_tasks: Mapping | None = None) -> Run:
   mesh = sharding.make_mesh(**config.mesh)
   model = setup.load_model(**config.model, seed=config.seed)
   tasks = setup.make_tasks(**{**config.domains, **(workdir_tasks or {})})
-  data, train = Data(**config.data), Train(**config.train)
-  evaluation = sections.Evaluation(**config.evaluation)
-  longest = setup.longest(tasks, model.tokenizer)
-  prefix, rest, answer = map(setup.bucket, longest)
-  engine = engines.EngineConfig(
-      prompts=evaluation.slots, rows=evaluation.samples + 1,
-      prefix_len=prefix, prompt_len=rest, width=answer,
-      prefixes=len(tasks.pools), admit=evaluation.admit,
-      refill=evaluation.refill,
-  )
-  setup.check_backend(train.backend, mesh)
-  setup.check_reach(model.config, engine)
-  shapes = program_lib.Shapes(
-      step=steps.StepConfig(
-          model=model.config, recipe=imitation.RECIPE, backend=train.backend,
-          remat=train.remat, chunk=train.chunk, clip_norm=train.clip_norm,
-          dtype=model.dtype, offload=train.offload,
-      ),
-      stacked=model.stacked, trainable=model.trainable,
-      optimizer=states.adamw(total_steps=config.steps, **config.optimizer),
-      rows=train.rows, micro=train.micro, slots=train.slots,
-      length=zigzag.padded(train.length, mesh.shape['context']),
-      evaluation=engine,
-  )
-  programs = program_lib.programs(shapes, mesh, display.phase)
+  found = shapes(config, mesh, setup.longest(tasks, model.tokenizer))
+  programs = program_lib.programs(found, mesh, display.phase)
   return Run(
-      config=config, data=data, train=train, evaluation=evaluation,
+      config=config, data=Data(**config.data), train=Train(**config.train),
+      evaluation=sections.Evaluation(**config.evaluation),
       checkpoint=sections.Checkpoint(**config.checkpoint), mesh=mesh,
-      model=model, tasks=tasks, shapes=shapes, programs=programs,
+      model=model, tasks=tasks, shapes=found, programs=programs,
       evaluations=setup.collector(
-          programs, 'evaluation', engine, model, tasks, scorer
+          programs, 'evaluation', found.evaluation, model, tasks, scorer
       ),
   )
 

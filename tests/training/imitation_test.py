@@ -138,7 +138,7 @@ def run():
           1.0, total_steps=1
       ), rows=2, micro=1, slots=32, length=64,
   )
-  tokenizer = setup.tokenizers.bytes_tokenizer()
+  tokenizer = tokenizers.bytes_tokenizer()
   return python_types.SimpleNamespace(
       warmup=settings, mesh=mesh, shapes=shapes,
       config=python_types.SimpleNamespace(seed=3),

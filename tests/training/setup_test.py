@@ -45,6 +45,11 @@ CASES = {
   'model.stacked': (True, probes.arguments),
   'model.trainable': ('layers/.*', probes.arguments),
   'model.dtype': ('bfloat16', probes.prefill),
+  'model.rope': (
+    {'kind': 'ntk', 'factor': 2.0, 'original_max_position': 64}, probes.train,
+  ),
+  'model.shape': ('small', probes.train),
+  'domains.unseen': (('copy_words',), probes.tasks),
   'mesh.data': (2, probes.arguments),
   'mesh.fsdp': (2, probes.arguments),
   'mesh.tensor': (2, probes.arguments),

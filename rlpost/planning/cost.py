@@ -1,0 +1,170 @@
+"""Operations and bytes of a run's programs, counted from their shapes.
+
+A compiler's own count is of no use here: it counts the body of a loop once.
+Products of [m, k] and [k, n] are 2 m k n operations; attention counts the
+pairs that may see each other, a prompt that completions share once.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+import jax
+
+from rlpost import types
+from rlpost.models.config import ModelConfig
+from rlpost.rollouts import engine as engines
+from rlpost.training.programs import Program, Shapes
+from rlpost.training.state import TrainState
+
+
+def causal_pairs(queries: int, before: int = 0, window=None) -> int:
+  """Pairs of `queries` tokens in a row that follow `before` others."""
+  pairs = queries * before + queries * (queries + 1) // 2
+  if window is None or window >= before + queries:
+    return pairs
+  # Query i sees before + i + 1 keys, at most `window`.
+  short = max(0, window - before)
+  return causal_pairs(short, before) + (queries - short) * window
+
+
+def forward_flops(
+    config: ModelConfig, *, tokens: int, queries: int = 0, before: int = 0,
+    sequences: int = 1, logits: int,
+) -> float:
+  """Of the products of a forward pass.
+
+  Args:
+    tokens: that pass the layers.
+    queries, before: of each sequence, tokens that attend and tokens that
+      stand before them; see `causal_pairs`.
+    sequences: how many of them.
+    logits: positions whose logits are used.
+  """
+  heads = config.num_heads * config.head_dim
+  layer = config.width * (config.qkv_rows + heads + 3 * config.hidden)
+  each = config.num_layers / len(config.windows)
+  pairs = sum(
+      each * sequences * causal_pairs(queries, before, w)
+      for w in config.windows
+  )
+  products = 2.0 * config.num_layers * layer * tokens + 4 * heads * pairs
+  return products + 2.0 * config.width * config.vocab_size * logits
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+  """Of one call of a program, on all devices together.
+
+  Attributes:
+    flops: of the model: each product once, backward twice.
+    again: that rematerialisation repeats.
+    tokens: that it is about: trained, scored, prefilled or sampled.
+    unit: what a call is.
+  """
+
+  flops: float
+  again: float
+  tokens: int
+  unit: str
+
+
+def work(shapes: Shapes, name: str) -> Work | None:
+  """Of a program of `training.programs`; None where nothing is multiplied."""
+  model = shapes.step.model
+  kind, _, function = name.rpartition('/')
+  if name in ('train', 'score'):
+    rows, slots = shapes.rows * shapes.micro, shapes.slots
+    tokens = rows * shapes.length
+    forward = _rows_flops(shapes, rows, tokens, slots)
+    if name == 'score':
+      return Work(forward, 0.0, tokens, 'scoring of a batch')
+    head = 2.0 * model.width * model.vocab_size * rows * slots
+    again = {'none': 0.0, 'full': forward - head, 'dots': 0.0}
+    return Work(3 * forward, again[shapes.step.remat], tokens, 'update')
+  if not kind:
+    return None
+  engine: engines.EngineConfig = getattr(shapes, kind)
+  prompt = engine.prefix_len + engine.prompt_len
+  if function == 'admit':
+    count = engine.admit or engine.prompts
+    flops = forward_flops(
+        model, tokens=count * engine.prompt_len, queries=engine.prompt_len,
+        before=engine.prefix_len, sequences=count, logits=0,
+    )
+    return Work(flops, 0.0, count * engine.prompt_len, 'prefill of prompts')
+  if function == 'run':
+    flops = forward_flops(
+        model, tokens=engine.batch, queries=1,
+        before=prompt + engine.width // 2, sequences=engine.batch,
+        logits=engine.batch,
+    )
+    return Work(flops, 0.0, engine.batch, 'token of every row')
+  return None
+
+
+def _rows_flops(shapes: Shapes, rows: int, tokens: int, slots: int) -> float:
+  model, engine = shapes.step.model, shapes.rollout
+  logits = rows * slots
+  if engine is None:  # documents; the most that they can be is one of a row
+    return forward_flops(
+        model, tokens=tokens, queries=shapes.length, sequences=rows,
+        logits=logits,
+    )
+  prompt = engine.prefix_len + engine.prompt_len
+  samples = slots // engine.width
+  products = forward_flops(model, tokens=tokens, logits=logits)
+  for queries, before, count in (
+      (prompt, 0, rows), (engine.width, prompt, rows * samples)
+  ):
+    products += forward_flops(
+        model, tokens=0, queries=queries, before=before, sequences=count,
+        logits=0,
+    )
+  return products
+
+
+def device_bytes(leaf) -> int:
+  """Of an abstract array, on one device."""
+  shape = leaf.shape
+  if getattr(leaf, 'sharding', None) is not None:
+    shape = leaf.sharding.shard_shape(shape)
+  item = getattr(leaf.dtype, 'itemsize', 8)
+  return math.prod(shape) * item
+
+
+def argument_bytes(program: Program) -> dict[str, int]:
+  """Bytes of what a program is called with, on one device, by kind.
+
+  'host' is what stays in the memory of the host.
+  """
+  sums = dict.fromkeys(
+      ('parameters', 'optimizer', 'cache', 'batch', 'host'), 0
+  )
+
+  def add(kind, tree):
+    for leaf in jax.tree.leaves(tree):
+      sharding = getattr(leaf, 'sharding', None)
+      away = getattr(sharding, 'memory_kind', None) == 'pinned_host'
+      sums['host' if away else kind] += device_bytes(leaf)
+
+  for argument in program.arguments:
+    if isinstance(argument, TrainState):
+      add('parameters', argument.trainable)
+      add('optimizer', (argument.opt, argument.step))
+    elif isinstance(argument, types.Batch):
+      add('batch', argument)
+    elif isinstance(argument, Mapping):
+      add('parameters', argument)
+    elif isinstance(argument, tuple) and hasattr(argument, '_fields'):
+      kept = 'cache' if {'keys', 'prompt'} & {*argument._fields} else 'batch'
+      add(kept, argument)
+    else:
+      add('batch', argument)
+  return sums
+
+
+def weight_bytes(shapes: Shapes, axes_size: int) -> float:
+  """Of all matrices in the dtype of activations, on one of `axes_size`."""
+  item = jax.numpy.dtype(shapes.step.dtype).itemsize
+  return shapes.step.model.num_params * item / axes_size
