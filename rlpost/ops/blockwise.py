@@ -258,11 +258,15 @@ class Sums(NamedTuple):
 
 def no_sums(queries: Queries) -> Sums:
   """What queries have before they saw a key."""
-  shape = queries.q.shape
+  first = queries.q[..., 0]
   return Sums(
-      jnp.full(shape[:-1], _FLOOR), jnp.zeros(shape[:-1]),
-      jnp.zeros(shape, jnp.float32),
+      jnp.full_like(first, _FLOOR, jnp.float32), zeros(first), zeros(queries.q)
   )
+
+
+def zeros(like):
+  """fp32 zeros, spread over devices as `like` is: a loop's carry must be."""
+  return jnp.zeros_like(like, jnp.float32)
 
 
 def accumulate(sums: Sums, queries: Queries, keys: Keys, spec: Spec) -> Sums:
@@ -346,7 +350,7 @@ def gradients(d_q, queries: Queries, keys: Keys, pull: Pull, spec: Spec):
     d_q, *carry = jax.lax.fori_loop(0, count, visit, (d_q, *carry))
     return tuple(carry), d_q
 
-  start = tuple(jnp.zeros(x.shape, jnp.float32) for x in (keys.k, keys.v))
+  start = zeros(keys.k), zeros(keys.v)
   (d_k, d_v), d_q = jax.lax.scan(
       one_query_block, start,
       (d_q, queries, pull, *_visits(queries, keys, spec.rule)),
@@ -382,8 +386,7 @@ def _backward(spec, residuals, cotangents):
   keys = cut_keys(k, v, key, spec.block)
   size = queries.where.segment.shape[-1]
   pull = cut_pull(d_out, d_lse, out, lse, groups, size, v.dtype)
-  zero = jnp.zeros(queries.q.shape, jnp.float32)
-  found = gradients(zero, queries, keys, pull, spec)
+  found = gradients(zeros(queries.q), queries, keys, pull, spec)
   return *joined_gradients(*found, q, k, v), None, None
 
 

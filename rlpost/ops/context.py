@@ -94,7 +94,7 @@ def attention(
   run = jax.shard_map(
       functools.partial(WAYS[way], spec=spec), mesh=mesh,
       in_specs=(*[states] * 3, tokens, tokens, PartitionSpec(over)),
-      out_specs=states, check_vma=False,
+      out_specs=states,
   )
   return run(q_BTHP, k_BSJP, v_BSJP, query, key, sink_H)
 
@@ -193,7 +193,7 @@ def _ring_backward(spec, residuals, cotangents):
     return (d_q, d_kv, coming), None
 
   coming = _pass_on(keys)
-  d_q = jnp.zeros(queries.q.shape, jnp.float32)
+  d_q = blockwise.zeros(queries.q)
   d_q, *d_kv = blockwise.gradients(d_q, queries, keys, pull, spec)
   ways = jax.lax.axis_size(AXIS)
   carry = d_q, d_kv, coming
