@@ -4,6 +4,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
+from rlpost import errors
 from rlpost.ops import blockwise, context, visibility
 from rlpost.ops.visibility import (
   MASKED,
@@ -20,8 +21,8 @@ BACKENDS = 'dense', 'blockwise', *context.WAYS
 
 def attention(
     q_BTHP, k_BSJP, v_BSJP, query: Where, key: Where | None = None, *,
-    backend='dense', rule: Rule = PLAIN, layout: SharedPrefix | None = None,
-    block=256, masks=None,
+    backend='dense', rule: Rule = PLAIN, softcap: float | None = None,
+    sink_H=None, layout: SharedPrefix | None = None, block=256, masks=None,
 ):
   """Softmax attention with grouped key heads, scores and sums in fp32.
 
@@ -34,6 +35,11 @@ def attention(
       `block` x `block`; 'ring', 'all_gather' and 'ulysses' are blockwise over
       tokens that are spread over the context axis of the mesh.
     rule: what else decides who sees whom.
+    softcap: scores s become softcap tanh(s / softcap) before the softmax
+      (Gemma 2, 2024, arXiv:2408.00118).
+    sink_H: a learned logit per head that takes part in the softmax with
+      nothing behind it, so that the weights may sum to less than 1 (gpt-oss,
+      2025, arXiv:2508.10925).
     layout: a promise that lets 'dense' skip scores between samples.
     block: edge of a block for all but 'dense', in tokens.
     masks: what `score_masks` gives for the same arguments; for 'dense', where
@@ -41,20 +47,30 @@ def attention(
 
   Returns:
     [B, T, H, P] in the dtype of the queries; 0 where nothing is visible.
+
+  Raises:
+    InputError: a softcap that is not positive.
   """
+  if softcap is not None and not softcap > 0:
+    raise errors.InputError(
+        f'{softcap=} must be positive, or None for scores as they are.'
+    )
   if layout is not None and key is not None and key is not query:
     raise ValueError(f'{layout=} is about a row that attends to its own keys.')
   key = query if key is None else key
   chex.assert_equal_shape([k_BSJP, v_BSJP])
   chex.assert_shape([query.segment], q_BTHP.shape[:2])
   chex.assert_shape([key.segment], k_BSJP.shape[:2])
+  if sink_H is not None:
+    chex.assert_shape(sink_H, q_BTHP.shape[2:3])
+  spec = blockwise.Spec(rule, softcap, block)
   if backend == 'blockwise':
     return blockwise.attention(
-        q_BTHP, k_BSJP, v_BSJP, query, key, rule=rule, block=block
+        q_BTHP, k_BSJP, v_BSJP, query, key, sink_H=sink_H, spec=spec
     )
   if backend in context.WAYS:
     return context.attention(
-        backend, q_BTHP, k_BSJP, v_BSJP, query, key, rule=rule, block=block
+        backend, q_BTHP, k_BSJP, v_BSJP, query, key, sink_H=sink_H, spec=spec
     )
   if backend != 'dense':
     raise ValueError(f'{backend=} must be one of {BACKENDS}.')
@@ -64,9 +80,9 @@ def attention(
   k = visibility.blank(k_BSJP, key.segment)
   v = visibility.blank(v_BSJP, key.segment)
   if layout is None:
-    out = _dense(q, k, v, *masks)
+    out = _dense(q, k, v, *masks, softcap, sink_H)
   else:
-    out = _shared_prefix(q, k, v, masks, layout)
+    out = _shared_prefix(q, k, v, masks, layout, softcap, sink_H)
   return visibility.blank(out, query.segment)
 
 
@@ -112,6 +128,21 @@ def _scores(q, k):
   )
 
 
+def _weights(scores, seen, softcap, sink):
+  """Weights of score blocks, each [.., S]; `sink` [.., 1] is one more block.
+
+  The weight of the sink is dropped.
+  """
+  if softcap is not None:
+    scores = [softcap * jnp.tanh(s / softcap) for s in scores]
+  if sink is None:
+    return _softmax(scores, seen)
+  sink = jnp.broadcast_to(
+      sink.astype(jnp.float32), (*scores[0].shape[:-1], 1)
+  )
+  return _softmax([*scores, sink], [*seen, True])[:-1]
+
+
 def _mix(weights, v):
   return jnp.einsum(
       '...qs,...sp->...qp', weights.astype(v.dtype), v,
@@ -151,14 +182,15 @@ def _softmax_forward(scores, seen):
 _softmax.defvjp(_softmax_forward, _softmax_gradient)
 
 
-def _dense(q_BTHP, k_BSJP, v_BSJP, seen_BTS):
+def _dense(q_BTHP, k_BSJP, v_BSJP, seen_BTS, softcap=None, sink_H=None):
   B, T, H, P = q_BTHP.shape
   J = k_BSJP.shape[2]
   G = H // J
   q = _heads_first(q_BTHP * jnp.asarray(P**-0.5, q_BTHP.dtype), G)
   k, v = _heads_first(k_BSJP, 1), _heads_first(v_BSJP, 1)
   scores = _scores(q, k).reshape(B, J, G, T, -1)
-  (weights,) = _softmax([scores], [seen_BTS[:, None, None]])
+  sink = None if sink_H is None else sink_H.reshape(1, J, G, 1, 1)
+  (weights,) = _weights([scores], [seen_BTS[:, None, None]], softcap, sink)
   out = _mix(weights.reshape(B, J, G * T, -1), v)
   return _tokens_first(out, G).astype(q_BTHP.dtype)
 
@@ -170,14 +202,14 @@ def _tokens_first(x, groups):
   return x.reshape(B, GT // groups, J * groups, P)
 
 
-def _shared_prefix(q, k, v, masks, layout):
+def _shared_prefix(q, k, v, masks, layout, softcap, sink_H):
   """The prefix attends to itself; every sample to the prefix and itself."""
   B, _, H, P = q.shape
   T, R, N, J = layout.prefix, layout.samples, layout.width, k.shape[2]
   G = H // J
   chex.assert_axis_dimension(q, 1, layout.length)
   seen_head, seen_shared, seen_own = masks
-  first = _dense(q[:, :T], k[:, :T], v[:, :T], seen_head)
+  first = _dense(q[:, :T], k[:, :T], v[:, :T], seen_head, softcap, sink_H)
 
   def samples(x):  # [B, R N, J g, P] -> [B, J, R, g N, P]
     x = x[:, T:].reshape(B, R, N, J, -1, P).transpose(0, 3, 1, 4, 2, 5)
@@ -189,7 +221,8 @@ def _shared_prefix(q, k, v, masks, layout):
   shared = _scores(q.reshape(together), k_head).reshape(B, J, R, G, N, T)
   own = _scores(q, samples(k)).reshape(B, J, R, G, N, N)
   seen = [m[:, None, :, None] for m in (seen_shared, seen_own)]
-  w_shared, w_own = _softmax([shared, own], seen)
+  sink = None if sink_H is None else sink_H.reshape(1, J, 1, G, 1, 1)
+  w_shared, w_own = _weights([shared, own], seen, softcap, sink)
   out = _mix(w_shared.reshape(together), v_head).reshape(q.shape)
   out = out + _mix(w_own.reshape(B, J, R, G * N, N), samples(v))
   out = out.reshape(B, J, R, G, N, P).transpose(0, 2, 4, 1, 3, 5)

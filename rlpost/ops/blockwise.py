@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from rlpost.ops import visibility
-from rlpost.ops.visibility import MASKED, PLAIN, Where
+from rlpost.ops.visibility import MASKED, PLAIN, Rule, Where
 
 # Where the running maximum starts: far below any score, yet so far above
 # MASKED that exp(MASKED - _FLOOR) is 0 in a row that has seen nothing.
@@ -28,19 +28,47 @@ _FLOOR = -1e29
 _FAR = 2**30 - 1
 
 
+class Spec(NamedTuple):
+  """What is the same for all tokens of a call, and known when it is traced.
+
+  Attributes:
+    rule: what else decides who sees whom.
+    softcap: bound of the scores, or None.
+    block: longest edge of a block of scores, in tokens.
+  """
+
+  rule: Rule = PLAIN
+  softcap: float | None = None
+  block: int = 256
+
+
+PLAIN_SPEC = Spec()
+
+
 def attention(
     q_BTHP, k_BSJP, v_BSJP, query: Where, key: Where | None = None, *,
-    rule=PLAIN, block=256,
+    sink_H=None, spec: Spec = PLAIN_SPEC,
 ):
   """Softmax attention; see `attention_with_lse`. Returns [B, T, H, P]."""
-  return attention_with_lse(
-      q_BTHP, k_BSJP, v_BSJP, query, key, rule=rule, block=block
-  )[0]
+  out, lse = attention_with_lse(q_BTHP, k_BSJP, v_BSJP, query, key, spec=spec)
+  return with_sink(out, lse, sink_H)
+
+
+def with_sink(out_BTHP, lse_BTH, sink_H):
+  """The output if one more logit per head takes part in the softmax.
+
+  Its weight is lost: exp(lse) / (exp(lse) + exp(sink)) of the output stays.
+  """
+  if sink_H is None:
+    return out_BTHP
+  share = jax.nn.sigmoid(lse_BTH - sink_H.astype(jnp.float32)[None, None])
+  out = out_BTHP.astype(jnp.float32) * share[..., None]
+  return out.astype(out_BTHP.dtype)
 
 
 def attention_with_lse(
     q_BTHP, k_BSJP, v_BSJP, query: Where, key: Where | None = None, *,
-    rule=PLAIN, block=256,
+    spec: Spec = PLAIN_SPEC,
 ):
   """Softmax attention and the log-sum-exp of its scores.
 
@@ -52,8 +80,7 @@ def attention_with_lse(
     k_BSJP, v_BSJP: keys and values with J heads, any length; J divides H.
     query: where the queries stand.
     key: where the keys stand; the same as `query` if None.
-    rule: what else decides who sees whom.
-    block: longest edge of a block of scores, in tokens.
+    spec: rule, softcap and block.
 
   Returns:
     [B, T, H, P] in the dtype of the queries, and fp32 [B, T, H]; 0 and
@@ -66,14 +93,14 @@ def attention_with_lse(
   q = visibility.blank(q_BTHP, query.segment)
   k = visibility.blank(k_BSJP, key.segment)
   v = visibility.blank(v_BSJP, key.segment)
-  out, lse = _attend(q, k, v, query, key, rule, block)
+  out, lse = _attend(q, k, v, query, key, spec)
   valid = (query.segment >= 0)[:, :, None]
   return visibility.blank(out, query.segment), jnp.where(valid, lse, MASKED)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
-def _attend(q, k, v, query, key, rule, block):
-  return _forward(q, k, v, query, key, rule, block)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _attend(q, k, v, query, key, spec):
+  return _forward(q, k, v, query, key, spec)[0]
 
 
 class Queries(NamedTuple):
@@ -133,12 +160,22 @@ def _may_see(query: Where, key: Where, rule):
 
   live = reaches(query.segment, asks)
   live |= reaches(query.parent, asks & (query.parent >= 0))
-  latest = span(query.order, asks)[1][:, None]
-  live &= span(key.order, shows)[0][None] <= latest
+  if rule.causal:
+    latest = span(query.order, asks)[1][:, None]
+    live &= span(key.order, shows)[0][None] <= latest
+  low, high = (x[:, None] for x in span(query.position, asks))
+  least, most = (x[None] for x in span(key.position, shows))
+  near = jnp.ones_like(live)
   if rule.window is not None:
-    earliest = span(query.position, asks)[0][:, None]
-    live &= earliest - span(key.position, shows)[1][None] < rule.window
-  return live.any(-1)
+    near &= low - most < rule.window
+    if not rule.causal:
+      near &= least - high < rule.window
+  if rule.chunk is not None:
+    near &= low // rule.chunk <= most // rule.chunk
+    near &= least // rule.chunk <= high // rule.chunk
+  if rule.first:
+    near |= least < rule.first
+  return (live & near).any(-1)
 
 
 def _edge(length, block):
@@ -193,15 +230,22 @@ def _product(equation, x, y):
   return jnp.einsum(equation, x, y, preferred_element_type=jnp.float32)
 
 
-def _scores(q, k, query, key, rule):
-  """fp32 [B, J, G c, s]: q k^T where visible, MASKED elsewhere."""
+def _scores(q, k, query, key, spec: Spec):
+  """fp32 [B, J, G c, s]: q k^T, capped, where visible; MASKED elsewhere."""
   B, J, rows, _ = q.shape
-  seen_Bcs = visibility.visible(query, key, rule)
+  seen_Bcs = visibility.visible(query, key, spec.rule)
   c, s = seen_Bcs.shape[1:]
   scores = _product('bjqp,bjsp->bjqs', q, k)
+  if spec.softcap is not None:
+    scores = spec.softcap * jnp.tanh(scores / spec.softcap)
   scores = scores.reshape(B, J, rows // c, c, s)
   scores = jnp.where(seen_Bcs[:, None, None], scores, MASKED)
   return scores.reshape(B, J, rows, s)
+
+
+def _slope(capped, softcap):
+  """Derivative of softcap tanh(s / softcap), from its value; 0 if MASKED."""
+  return 1 - jnp.square(jnp.maximum(capped, -softcap) / softcap)
 
 
 class Sums(NamedTuple):
@@ -214,14 +258,18 @@ class Sums(NamedTuple):
 
 def no_sums(queries: Queries) -> Sums:
   """What queries have before they saw a key."""
-  shape = queries.q.shape
+  first = queries.q[..., 0]
   return Sums(
-      jnp.full(shape[:-1], _FLOOR), jnp.zeros(shape[:-1]),
-      jnp.zeros(shape, jnp.float32),
+      jnp.full_like(first, _FLOOR, jnp.float32), zeros(first), zeros(queries.q)
   )
 
 
-def accumulate(sums: Sums, queries: Queries, keys: Keys, rule) -> Sums:
+def zeros(like):
+  """fp32 zeros, spread over devices as `like` is: a loop's carry must be."""
+  return jnp.zeros_like(like, jnp.float32)
+
+
+def accumulate(sums: Sums, queries: Queries, keys: Keys, spec: Spec) -> Sums:
   """Adds what the queries see of these keys."""
 
   def one_query_block(_, args):
@@ -230,7 +278,7 @@ def accumulate(sums: Sums, queries: Queries, keys: Keys, rule) -> Sums:
     def visit(n, sums):
       top, total, out = sums
       k, v, key = _pick(keys, live[n])
-      scores = _scores(q, k, query, key, rule)
+      scores = _scores(q, k, query, key, spec)
       new = jnp.maximum(top, scores.max(-1))
       p = jnp.exp(scores - new[..., None])
       fade = jnp.exp(top - new)
@@ -243,7 +291,7 @@ def accumulate(sums: Sums, queries: Queries, keys: Keys, rule) -> Sums:
     return None, jax.lax.fori_loop(0, count, visit, sums)
 
   return jax.lax.scan(
-      one_query_block, None, (queries, sums, *_visits(queries, keys, rule))
+      one_query_block, None, (queries, sums, *_visits(queries, keys, spec.rule))
   )[1]
 
 
@@ -277,7 +325,7 @@ def cut_pull(d_out, d_lse, out, lse, groups, size, dtype) -> Pull:
   return Pull(_cut_heads(d_out.astype(dtype), groups, size), delta, lse)
 
 
-def gradients(d_q, queries: Queries, keys: Keys, pull: Pull, rule):
+def gradients(d_q, queries: Queries, keys: Keys, pull: Pull, spec: Spec):
   """fp32 gradients in blocks: (`d_q` and what these keys add to that of the
   scaled queries, that of the keys, that of the values)."""
 
@@ -287,10 +335,13 @@ def gradients(d_q, queries: Queries, keys: Keys, pull: Pull, rule):
     def visit(n, state):
       d_q, d_k, d_v = state
       k, v, key = _pick(keys, live[n])
-      p = jnp.exp(_scores(q, k, query, key, rule) - lse[..., None])
+      scores = _scores(q, k, query, key, spec)
+      p = jnp.exp(scores - lse[..., None])
       d_p = _product('bjqp,bjsp->bjqs', d_out, v)
-      d_s = (p * (d_p - delta[..., None])).astype(k.dtype)
-      p = p.astype(v.dtype)
+      d_s = p * (d_p - delta[..., None])
+      if spec.softcap is not None:
+        d_s *= _slope(scores, spec.softcap)
+      d_s, p = d_s.astype(k.dtype), p.astype(v.dtype)
       d_q = d_q + _product('bjqs,bjsp->bjqp', d_s, k)
       d_k = _add_at(d_k, live[n], _product('bjqs,bjqp->bjsp', d_s, q))
       d_v = _add_at(d_v, live[n], _product('bjqs,bjqp->bjsp', p, d_out))
@@ -299,22 +350,22 @@ def gradients(d_q, queries: Queries, keys: Keys, pull: Pull, rule):
     d_q, *carry = jax.lax.fori_loop(0, count, visit, (d_q, *carry))
     return tuple(carry), d_q
 
-  start = tuple(jnp.zeros(x.shape, jnp.float32) for x in (keys.k, keys.v))
+  start = zeros(keys.k), zeros(keys.v)
   (d_k, d_v), d_q = jax.lax.scan(
       one_query_block, start,
-      (d_q, queries, pull, *_visits(queries, keys, rule)),
+      (d_q, queries, pull, *_visits(queries, keys, spec.rule)),
   )
   return d_q, d_k, d_v
 
 
-def _forward(q, k, v, query, key, rule, block):
+def _forward(q, k, v, query, key, spec):
   # Inside a scan over layers, all that depends only on the layout would be
   # computed for every block at once and stored; tied to q, it is not.
   q_, query_, key_ = jax.lax.optimization_barrier((q, query, key))
   groups = q.shape[2] // k.shape[2]
-  queries = cut_queries(q_, query_, groups, block)
-  keys = cut_keys(k, v, key_, block)
-  found = finish(accumulate(no_sums(queries), queries, keys, rule))
+  queries = cut_queries(q_, query_, groups, spec.block)
+  keys = cut_keys(k, v, key_, spec.block)
+  found = finish(accumulate(no_sums(queries), queries, keys, spec))
   out, lse = joined(*found, groups, q)
   return (out, lse), (q, k, v, query, key, out, lse)
 
@@ -326,17 +377,16 @@ def joined(out, lse, groups, like_BTHP):
   return out, _join_heads(lse[..., None], groups, length)[..., 0]
 
 
-def _backward(rule, block, residuals, cotangents):
+def _backward(spec, residuals, cotangents):
   q, k, v, query, key, out, lse = residuals
   d_out, d_lse = cotangents
   d_out, query, key = jax.lax.optimization_barrier((d_out, query, key))
   groups = q.shape[2] // k.shape[2]
-  queries = cut_queries(q, query, groups, block)
-  keys = cut_keys(k, v, key, block)
+  queries = cut_queries(q, query, groups, spec.block)
+  keys = cut_keys(k, v, key, spec.block)
   size = queries.where.segment.shape[-1]
   pull = cut_pull(d_out, d_lse, out, lse, groups, size, v.dtype)
-  zero = jnp.zeros(queries.q.shape, jnp.float32)
-  found = gradients(zero, queries, keys, pull, rule)
+  found = gradients(zeros(queries.q), queries, keys, pull, spec)
   return *joined_gradients(*found, q, k, v), None, None
 
 

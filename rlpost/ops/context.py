@@ -23,7 +23,8 @@ from jax.sharding import PartitionSpec
 
 from rlpost import errors, sharding
 from rlpost.ops import blockwise
-from rlpost.ops.visibility import PLAIN, Where, blank
+from rlpost.ops.blockwise import PLAIN_SPEC, Spec
+from rlpost.ops.visibility import Where, blank
 
 AXIS = sharding.RULES['time']
 
@@ -50,7 +51,7 @@ def zigzag(length: int, ways: int) -> np.ndarray:
 
 def attention(
     way: str, q_BTHP, k_BSJP, v_BSJP, query: Where, key: Where, *,
-    rule=PLAIN, block=256,
+    sink_H=None, spec: Spec = PLAIN_SPEC,
 ):
   """Softmax attention of queries and keys spread over the context axis.
 
@@ -59,6 +60,8 @@ def attention(
 
   Args:
     way: a key of `WAYS`.
+    sink_H: a logit per head, or None; see `blockwise.with_sink`.
+    spec: rule, softcap and block.
 
   Returns:
     [B, T, H, P], spread like the queries.
@@ -71,7 +74,7 @@ def attention(
   heads, kv_heads = q_BTHP.shape[2], k_BSJP.shape[2]
   if mesh.empty:
     return blockwise.attention(
-        q_BTHP, k_BSJP, v_BSJP, query, key, rule=rule, block=block
+        q_BTHP, k_BSJP, v_BSJP, query, key, sink_H=sink_H, spec=spec
     )
   sharding.check_tokens(q_BTHP.shape[1], mesh, 'queries')
   sharding.check_tokens(k_BSJP.shape[1], mesh, 'keys')
@@ -86,26 +89,29 @@ def attention(
   if q_BTHP.shape[0] % sharding.batch_ways(mesh):
     rows = None
   tokens = PartitionSpec(rows, AXIS)
-  states = PartitionSpec(rows, AXIS, 'tensor' if split > 1 else None, None)
+  over = 'tensor' if split > 1 else None
+  states = PartitionSpec(rows, AXIS, over, None)
   run = jax.shard_map(
-      functools.partial(WAYS[way], rule=rule, block=block), mesh=mesh,
-      in_specs=(states, states, states, tokens, tokens), out_specs=states,
-      check_vma=False,
+      functools.partial(WAYS[way], spec=spec), mesh=mesh,
+      in_specs=(*[states] * 3, tokens, tokens, PartitionSpec(over)),
+      out_specs=states,
   )
-  return run(q_BTHP, k_BSJP, v_BSJP, query, key)
+  return run(q_BTHP, k_BSJP, v_BSJP, query, key, sink_H)
 
 
-def _all_gather(q, k, v, query, key, *, rule, block):
+def _all_gather(q, k, v, query, key, sink_H, *, spec):
   k, v, key = jax.tree.map(
       lambda x: jax.lax.all_gather(x, AXIS, axis=1, tiled=True), (k, v, key)
   )
   return blockwise.attention(
-      q, k, v, query, key, rule=rule, block=block
+      q, k, v, query, key, sink_H=sink_H, spec=spec
   )
 
 
-def _ulysses(q, k, v, query, key, *, rule, block):
+def _ulysses(q, k, v, query, key, sink_H, *, spec):
   ways = jax.lax.axis_size(AXIS)
+  if sink_H is not None:  # those of the heads that this device will hold
+    sink_H = sink_H.reshape(ways, -1)[jax.lax.axis_index(AXIS)]
   if k.shape[2] % ways:
     # As many key heads as devices need; a repeat stays beside its own.
     repeats = q.shape[2] // k.shape[2]
@@ -122,22 +128,22 @@ def _ulysses(q, k, v, query, key, *, rule, block):
       lambda x: jax.lax.all_gather(x, AXIS, axis=1, tiled=True), (query, key)
   )
   out = blockwise.attention(
-      *(trade(x, 2, 1) for x in (q, k, v)), query, key, rule=rule,
-      block=block,
+      *(trade(x, 2, 1) for x in (q, k, v)), query, key, sink_H=sink_H,
+      spec=spec,
   )
   return trade(out, 1, 2)
 
 
-def _ring(q, k, v, query, key, *, rule, block):
+def _ring(q, k, v, query, key, sink_H, *, spec):
   k, v = (blank(x, key.segment) for x in (k, v))
   q = blank(q, query.segment)
-  out = _ring_attend(q, k, v, query, key, rule, block)
-  return blank(out, query.segment)
+  out, lse = _ring_attend(q, k, v, query, key, spec)
+  return blank(blockwise.with_sink(out, lse, sink_H), query.segment)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
-def _ring_attend(q, k, v, query, key, rule, block):
-  return _ring_forward(q, k, v, query, key, rule, block)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _ring_attend(q, k, v, query, key, spec):
+  return _ring_forward(q, k, v, query, key, spec)[0]
 
 
 def _pass_on(tree):
@@ -147,47 +153,48 @@ def _pass_on(tree):
   return jax.tree.map(lambda x: jax.lax.ppermute(x, AXIS, around), tree)
 
 
-def _ring_forward(q, k, v, query, key, rule, block):
+def _ring_forward(q, k, v, query, key, spec):
   # See `blockwise`: a scan over layers would store every mask.
   q_, query_, key_ = jax.lax.optimization_barrier((q, query, key))
   groups = q.shape[2] // k.shape[2]
-  queries = blockwise.cut_queries(q_, query_, groups, block)
-  keys = blockwise.cut_keys(k, v, key_, block)
+  queries = blockwise.cut_queries(q_, query_, groups, spec.block)
+  keys = blockwise.cut_keys(k, v, key_, spec.block)
 
   def hop(carry, _):
     sums, keys = carry
     coming = _pass_on(keys)  # on its way while these are used
-    return (blockwise.accumulate(sums, queries, keys, rule), coming), None
+    return (blockwise.accumulate(sums, queries, keys, spec), coming), None
 
   carry = blockwise.no_sums(queries), keys
   ways = jax.lax.axis_size(AXIS)
   sums, keys = jax.lax.scan(hop, carry, None, length=ways - 1)[0]
-  sums = blockwise.accumulate(sums, queries, keys, rule)
+  sums = blockwise.accumulate(sums, queries, keys, spec)
   out, lse = blockwise.joined(*blockwise.finish(sums), groups, q)
-  return out, (q, k, v, query, key, out, lse)
+  return (out, lse), (q, k, v, query, key, out, lse)
 
 
-def _ring_backward(rule, block, residuals, d_out):
+def _ring_backward(spec, residuals, cotangents):
   q, k, v, query, key, out, lse = residuals
+  d_out, d_lse = cotangents
   d_out, query, key = jax.lax.optimization_barrier((d_out, query, key))
   groups = q.shape[2] // k.shape[2]
-  queries = blockwise.cut_queries(q, query, groups, block)
-  keys = blockwise.cut_keys(k, v, key, block)
+  queries = blockwise.cut_queries(q, query, groups, spec.block)
+  keys = blockwise.cut_keys(k, v, key, spec.block)
   size = queries.where.segment.shape[-1]
-  pull = blockwise.cut_pull(d_out, 0.0, out, lse, groups, size, v.dtype)
+  pull = blockwise.cut_pull(d_out, d_lse, out, lse, groups, size, v.dtype)
 
   def hop(carry, _):
     # One hop behind: what the last one added and the next keys both travel
     # while these keys are used. Adding first would leave nothing to hide it.
     d_q, d_kv, keys = carry
     d_kv, coming = _pass_on(d_kv), _pass_on(keys)
-    d_q, *more = blockwise.gradients(d_q, queries, keys, pull, rule)
+    d_q, *more = blockwise.gradients(d_q, queries, keys, pull, spec)
     d_kv = [a + b for a, b in zip(d_kv, more, strict=True)]
     return (d_q, d_kv, coming), None
 
   coming = _pass_on(keys)
-  d_q = jnp.zeros(queries.q.shape, jnp.float32)
-  d_q, *d_kv = blockwise.gradients(d_q, queries, keys, pull, rule)
+  d_q = blockwise.zeros(queries.q)
+  d_q, *d_kv = blockwise.gradients(d_q, queries, keys, pull, spec)
   ways = jax.lax.axis_size(AXIS)
   carry = d_q, d_kv, coming
   d_q, d_kv, _ = jax.lax.scan(hop, carry, None, length=ways - 1)[0]

@@ -1,16 +1,20 @@
 """Who sees whom: the one rule that every attention follows.
 
 A key is seen by a query iff its order is not later than the query's and its
-segment is the query's own or the query's parent; with a window, its RoPE
-position must also lie less than `window` before the query's. A negative
+segment is the query's own or the query's parent; a `Rule` may drop the first
+of these, and may ask that their RoPE positions lie near each other. A negative
 segment is padding: never seen, and its own output is 0.
 """
 
 import dataclasses
+import functools
+import operator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+from rlpost import errors
 
 # Score of a key that is not seen. Finite, so that a row without visible keys
 # gives 0 and never NaN.
@@ -22,10 +26,39 @@ class Rule:
   """What else decides who sees whom, the same for every token.
 
   Attributes:
-    window: see only keys less than this many positions back.
+    window: see only keys less than this many positions back (without `causal`
+      also: less than as many ahead).
+    causal: see no key of a later order. Without it a document sees all of
+      itself; a prompt still sees none of its completions.
+    chunk: see only keys whose position lies in the same chunk of this many,
+      `position // chunk`.
+    first: with a window or chunks, see a document's first positions, as many
+      as this, from everywhere behind them (Xiao et al., 2023,
+      arXiv:2309.17453).
+
+  Raises:
+    InputError: a size below 1, or `first` with nothing to be excepted from.
   """
 
   window: int | None = None
+  causal: bool = True
+  chunk: int | None = None
+  first: int = 0
+
+  def __post_init__(self):
+    for name in ('window', 'chunk'):
+      size = getattr(self, name)
+      if size is not None and size < 1:
+        raise errors.InputError(
+            f'{name}={size} must be at least 1, or None to see everything.'
+        )
+    if self.first < 0:
+      raise errors.InputError(f'first={self.first} must be at least 0.')
+    if self.first and self.window is None and self.chunk is None:
+      raise errors.InputError(
+          f'first={self.first} excepts positions from a window or chunks, and '
+          'there are none: give window or chunk, or leave first at 0.'
+      )
 
 
 PLAIN = Rule()
@@ -82,11 +115,25 @@ def visible(query: Where, key: Where, rule: Rule = PLAIN):
   own = query.segment[:, :, None] == segment
   parent = query.parent[:, :, None] == segment
   seen = (own | parent) & (segment >= 0) & (query.segment[:, :, None] >= 0)
-  seen &= key.order[:, None, :] <= query.order[:, :, None]
+  if rule.causal:
+    seen &= key.order[:, None, :] <= query.order[:, :, None]
+  near = _near(query.position[:, :, None], key.position[:, None, :], rule)
+  return seen if near is None else seen & near
+
+
+def _near(query, key, rule):
+  """Whether these positions are near enough; None if any are."""
+  tests = []
   if rule.window is not None:
-    distance = query.position[:, :, None] - key.position[:, None, :]
-    seen &= distance < rule.window
-  return seen
+    tests.append(query - key < rule.window)
+    if not rule.causal:
+      tests.append(key - query < rule.window)
+  if rule.chunk is not None:
+    tests.append(query // rule.chunk == key // rule.chunk)
+  if not tests:
+    return None
+  near = functools.reduce(operator.and_, tests)
+  return near | (key < rule.first) if rule.first else near
 
 
 def blank(x_BT, segment_BT):

@@ -1,64 +1,126 @@
 """Attention pair by pair in float64, and rows of every kind to try it on."""
 
+import contextlib
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rlpost import sharding
 from rlpost.ops import attention as attention_ops
-from rlpost.ops.attention import Rule, Where
+from rlpost.ops import context
+from rlpost.ops.attention import PLAIN, Rule, Where
 
 LENGTH = 40
 
 
-def sees(query, key, b, t, s, window):
+class Kind(NamedTuple):
+  """A kind of attention."""
+
+  rule: Rule = PLAIN
+  softcap: float | None = None
+  sink: bool = False
+
+
+CAUSAL = Kind()
+KINDS = {
+    'causal': CAUSAL,
+    'bidirectional': Kind(Rule(causal=False)),
+    'window': Kind(Rule(6)),
+    'window both ways': Kind(Rule(6, causal=False)),
+    'chunk': Kind(Rule(chunk=7)),
+    'chunk both ways': Kind(Rule(chunk=7, causal=False)),
+    'first and window': Kind(Rule(5, first=2)),
+    'first and chunk': Kind(Rule(chunk=8, first=3), sink=True),
+    'softcap': Kind(softcap=1.5),
+    'sink': Kind(sink=True),
+    'all': Kind(Rule(9, chunk=16, first=2), 2.0, True),
+    'all both ways': Kind(Rule(9, False, 16, 2), 2.0, True),
+}
+
+
+def sees(query, key, b, t, s, rule):
   """Whether query t of row b sees key s: the rule, one pair at a time."""
   segment = int(key.segment[b, s])
   if segment < 0 or query.segment[b, t] < 0:
     return False
   if segment not in (query.segment[b, t], query.parent[b, t]):
     return False
-  if key.order[b, s] > query.order[b, t]:
+  if rule.causal and key.order[b, s] > query.order[b, t]:
     return False
-  back = int(query.position[b, t]) - int(key.position[b, s])
-  return window is None or back < window
+  here, there = int(query.position[b, t]), int(key.position[b, s])
+  if there < rule.first:
+    return True
+  if rule.window is not None and abs(here - there) >= rule.window:
+    return False
+  return rule.chunk is None or here // rule.chunk == there // rule.chunk
 
 
-def seen_BTS(query, key, window=None):
+def seen_BTS(query, key, rule=PLAIN):
   B, T = query.segment.shape
   S = key.segment.shape[1]
   out = np.zeros((B, T, S), bool)
   for b, t, s in np.ndindex(B, T, S):
-    out[b, t, s] = sees(query, key, b, t, s, window)
+    out[b, t, s] = sees(query, key, b, t, s, rule)
   return out
 
 
-def attention(q_BTHP, k_BSJP, v_BSJP, g_BTHP, seen_BTS):
-  """Output, log-sum-exp and gradients (dq, dk, dv) of sum(g * output)."""
+def attention(
+    q_BTHP, k_BSJP, v_BSJP, g_BTHP, seen_BTS, softcap=None, sink_H=None
+):
+  """Output, log-sum-exp and gradients (dq, dk, dv) of sum(g * output).
+
+  With a sink its gradient follows; the log-sum-exp is that of the keys.
+  """
   q, k, v, g = (np.asarray(x, np.float64) for x in (
       q_BTHP, k_BSJP, v_BSJP, g_BTHP))
   B, T, H, P = q.shape
   group = H // k.shape[2]
   out, lse = np.zeros_like(q), np.full((B, T, H), -np.inf)
   dq, dk, dv = np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
+  d_sink = np.zeros(H)
   for b, t, h in np.ndindex(B, T, H):
     keys = np.flatnonzero(seen_BTS[b, t])
     if not len(keys):
       continue
     kk, vv = k[b, keys, h // group], v[b, keys, h // group]
-    scores = kk @ q[b, t, h] / np.sqrt(P)
+    scores = plain = kk @ q[b, t, h] / np.sqrt(P)
+    if softcap is not None:
+      scores = softcap * np.tanh(plain / softcap)
     top = scores.max()
-    weights = np.exp(scores - top)
-    lse[b, t, h] = top + np.log(weights.sum())
-    weights /= weights.sum()
+    lse[b, t, h] = norm = top + np.log(np.exp(scores - top).sum())
+    if sink_H is not None:
+      norm = np.logaddexp(norm, float(sink_H[h]))
+    weights = np.exp(scores - norm)
     out[b, t, h] = weights @ vv
     d_weights = vv @ g[b, t, h]
-    d_scores = weights * (d_weights - weights @ d_weights) / np.sqrt(P)
+    mean = weights @ d_weights
+    d_scores = weights * (d_weights - mean) / np.sqrt(P)
+    if softcap is not None:
+      d_scores *= 1 / np.cosh(plain / softcap) ** 2
+    if sink_H is not None:
+      d_sink[h] -= np.exp(sink_H[h] - norm) * mean
     dq[b, t, h] = d_scores @ kk
     dk[b, keys, h // group] += d_scores[:, None] * q[b, t, h]
     dv[b, keys, h // group] += weights[:, None] * g[b, t, h]
-  return out, lse, (dq, dk, dv)
+  grads = dq, dk, dv
+  return out, lse, grads if sink_H is None else (*grads, d_sink)
+
+
+def sinks(kind, heads):
+  """(A sink per head,) for a kind that has them."""
+  rng = np.random.default_rng(99)
+  return (rng.normal(size=heads).astype(np.float32),) * kind.sink
+
+
+def answer(kind, args, query, key):
+  """(Output, gradients) of `program` for a kind."""
+  sink = sinks(kind, args[0].shape[2])
+  seen = seen_BTS(query, key, kind.rule)
+  out, _, grads = attention(*args, seen, kind.softcap, *sink)
+  return out, grads
 
 
 def arrays(seed, B, T, H, J, P, S=None):
@@ -133,27 +195,40 @@ def layouts():
       'shared prefix': batch(prefix, two, padding),
       'shuffled': batch(
           shuffled(prefix)[0], shuffled(documents(19, 21))[0], padding),
+      'zigzag': batch(*(
+          Where(*(x[:, context.zigzag(LENGTH, 4)] for x in row))
+          for row in (documents(LENGTH), documents(5, 28, -7), padding))),
   }
 
 
 @functools.cache
-def program(backend='dense', window=None, layout=None, block=16):
-  """Jitted (q, k, v, g, query, key) -> (output, (dq, dk, dv))."""
+def program(backend='dense', kind=CAUSAL, layout=None, block=16, **mesh):
+  """(q, k, v, g, query, key) -> (output, (dq, dk, dv, of the sink if any)).
 
-  def run(q, k, v, g, query, key):
-    def attend(q, k, v):
+  Jitted, over a mesh if its axes are given.
+  """
+
+  def run(q, k, v, g, query, key, *sink):
+    def attend(q, k, v, *sink):
       return attention_ops.attention(
-          q, k, v, query, key, backend=backend, rule=Rule(window),
+          q, k, v, query, key if layout is None else None, backend=backend,
+          rule=kind.rule, softcap=kind.softcap, sink_H=next(iter(sink), None),
           layout=layout, block=block,
       )
 
-    out, pull = jax.vjp(attend, q, k, v)
+    out, pull = jax.vjp(attend, q, k, v, *sink)
     return out, pull(g)
 
-  jitted = jax.jit(run) if layout is None else jax.jit(
-      lambda q, k, v, g, query, key: run(q, k, v, g, query, None))
-  return lambda *args: jax.tree.map(
-      np.asarray, jitted(*jax.tree.map(jnp.asarray, args)))
+  jitted = jax.jit(run)
+  made = sharding.make_mesh(**mesh) if mesh else None
+
+  def call(*args):
+    args = jax.tree.map(jnp.asarray, args)
+    args += sinks(kind, args[0].shape[2])
+    with sharding.use(made) if mesh else contextlib.nullcontext():
+      return jax.tree.map(np.asarray, jitted(*args))
+
+  return call
 
 
 def sizes(jaxpr):

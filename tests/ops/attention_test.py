@@ -1,10 +1,13 @@
 """Dense attention, its short cuts, and what every back end owes."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from rlpost import errors
 from rlpost.ops import attention as ops
 from rlpost.ops.attention import Rule, SharedPrefix, Where
 from tests.ops import attention_oracle as oracle
@@ -25,25 +28,48 @@ WAYS = {
 ways = pytest.mark.parametrize('way', WAYS)
 
 
-@pytest.mark.parametrize('window', [None, 5])
-@pytest.mark.parametrize('name', LAYOUTS)
-def test_dense_equals_the_pairwise_oracle(name, window):
-  where = LAYOUTS[name]
+@pytest.mark.parametrize('kind', oracle.KINDS)
+def test_dense_equals_the_pairwise_oracle(kind):
+  kind = oracle.KINDS[kind]
   args = oracle.rows(0)
-  got = oracle.program(window=window)(*args, where, where)
-  seen = oracle.seen_BTS(where, where, window)
-  out, _, grads = oracle.attention(*args, seen)
-  oracle.assert_near(got, (out, grads))
+  for where in LAYOUTS.values():
+    got = oracle.program(kind=kind)(*args, where, where)
+    oracle.assert_near(got, oracle.answer(kind, args, where, where))
 
 
 def test_visible_is_the_pairwise_rule():
   for where in LAYOUTS.values():
-    for window in (None, 1, 6):
-      got = ops.visible(
-          Where(*map(jnp.asarray, where)), where, Rule(window)
-      )
-      want = oracle.seen_BTS(where, where, window)
+    for rule in {Rule(1), *(kind.rule for kind in oracle.KINDS.values())}:
+      got = ops.visible(Where(*map(jnp.asarray, where)), where, rule)
+      want = oracle.seen_BTS(where, where, rule)
       np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize('wrong, message', [
+    ({'window': 0}, 'window=0 must be at least 1'),
+    ({'chunk': -2}, 'chunk=-2 must be at least 1'),
+    ({'window': 4, 'first': -1}, 'first=-1 must be at least 0'),
+    ({'first': 4}, 'first=4 excepts .* give window or chunk'),
+])
+def test_a_rule_that_means_nothing_is_refused(wrong, message):
+  with pytest.raises(errors.InputError, match=message):
+    Rule(**wrong)
+
+
+def test_a_softcap_that_is_not_positive_is_refused():
+  q, k, v, _ = oracle.rows(0)
+  with pytest.raises(errors.InputError, match='softcap=0.0 must be positive'):
+    ops.attention(q, k, v, SAMPLES, softcap=0.0)
+
+
+@ways
+def test_a_sink_far_below_and_a_cap_far_above_change_nothing(way):
+  q, k, v, _ = oracle.rows(0)
+  options = {'layout': None, **WAYS[way]}
+  where = jax.tree.map(jnp.asarray, SAMPLES)
+  attend = functools.partial(ops.attention, q, k, v, where, **options)
+  far = attend(softcap=1e6, sink_H=jnp.full(9, -1e4))
+  oracle.assert_near(far, attend(), rtol=0, atol=1e-6)
 
 
 def test_causal_describes_contiguous_documents():
@@ -64,13 +90,12 @@ def test_grouped_heads_read_their_own_key_head(H, J, way):
   oracle.assert_near(got, (out, grads))
 
 
-@pytest.mark.parametrize('window', [None, 5])
-def test_shared_prefix_layout_equals_dense(window):
+@pytest.mark.parametrize('kind', ['causal', 'all', 'all both ways'])
+def test_shared_prefix_layout_equals_the_pairwise_oracle(kind):
+  kind = oracle.KINDS[kind]
   args = oracle.rows(2)
-  full = oracle.program(window=window)(*args, SAMPLES, SAMPLES)
-  got = oracle.program(window=window, layout=PREFIX)(
-      *args, SAMPLES, SAMPLES)
-  oracle.assert_near(got, full)
+  got = oracle.program(kind=kind, layout=PREFIX)(*args, SAMPLES, SAMPLES)
+  oracle.assert_near(got, oracle.answer(kind, args, SAMPLES, SAMPLES))
 
 
 def test_shared_prefix_layout_scores_no_siblings():
@@ -219,7 +244,7 @@ def test_window_counts_positions_and_not_places(way):
   """
   q, k, v, g = oracle.rows(8)
   one = np.where(np.arange(40)[:, None, None] == 30, g, 0)
-  run = oracle.program(**WAYS[way], window=5)
+  run = oracle.program(**WAYS[way], kind=oracle.Kind(Rule(5)))
   _, (_, _, dv) = run(q, k, v, one, SAMPLES, SAMPLES)
   reached = np.flatnonzero((dv[0] != 0).any((1, 2)))
   np.testing.assert_array_equal(reached, [6, 7, 8, 9, 30])

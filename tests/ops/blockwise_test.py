@@ -14,6 +14,7 @@ from rlpost.ops.attention import Where
 from tests.ops import attention_oracle as oracle
 
 LAYOUTS = oracle.layouts()
+EIGHT = blockwise.Spec(block=8)
 
 
 @functools.cache
@@ -22,7 +23,7 @@ def program():
 
   def run(q, k, v, g, g_lse, query, key):
     attend = functools.partial(
-        blockwise.attention_with_lse, query=query, key=key, block=8)
+        blockwise.attention_with_lse, query=query, key=key, spec=EIGHT)
     out, pull = jax.vjp(attend, q, k, v)
     return out, pull((g, g_lse))
 
@@ -30,15 +31,15 @@ def program():
   return lambda *args: jax.tree.map(np.asarray, jitted(*args))
 
 
-@pytest.mark.parametrize('window', [None, 5])
-@pytest.mark.parametrize('name', LAYOUTS)
-def test_equals_the_pairwise_oracle(name, window):
-  where = LAYOUTS[name]
+@pytest.mark.parametrize('kind', oracle.KINDS)
+def test_equals_the_pairwise_oracle(kind):
+  kind = oracle.KINDS[kind]
   args = oracle.rows(0)
-  got = oracle.program('blockwise', window)(*args, where, where)
-  seen = oracle.seen_BTS(where, where, window)
-  out, _, grads = oracle.attention(*args, seen)
-  oracle.assert_near(got, (out, grads), rtol=1e-5, atol=1e-5)
+  for where in LAYOUTS.values():
+    got = oracle.program('blockwise', kind)(*args, where, where)
+    want = oracle.answer(kind, args, where, where)
+    oracle.assert_near(got[0], want[0], rtol=0, atol=2e-6)
+    oracle.assert_near(got[1], want[1], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize('name', LAYOUTS)
@@ -57,7 +58,8 @@ def test_any_length_of_queries_and_keys(T, S, block):
   query = Where(*(x[:, -T:] for x in row))
   key = Where(*(x[:, -S:] for x in row))
   q, k, v, g = oracle.arrays(1, 1, T, 4, 2, 8, S)
-  attend = jax.jit(functools.partial(blockwise.attention, block=block))
+  spec = blockwise.Spec(block=block)
+  attend = jax.jit(functools.partial(blockwise.attention, spec=spec))
   got = attend(q, k, v, query, key)
   want, _, _ = oracle.attention(q, k, v, g, oracle.seen_BTS(query, key))
   oracle.assert_near(got, want)
@@ -72,7 +74,7 @@ def test_halves_merge_by_their_log_sum_exp():
   def part(half, q, k, v):
     key = Where(*(x[:, half] for x in where))
     return blockwise.attention_with_lse(
-        q, k[:, half], v[:, half], where, key, block=8)
+        q, k[:, half], v[:, half], where, key, spec=EIGHT)
 
   def merged(q, k, v):
     outs, lses = zip(*(part(half, q, k, v) for half in halves), strict=True)
@@ -122,30 +124,36 @@ def test_a_token_that_sees_nothing_gives_zeros():
   jax.tree.map(np.testing.assert_array_equal, again[1], grads)
 
 
-@functools.partial(jax.jit, static_argnames=['window', 'size'])
-def live(where, window=None, size=8):
+@functools.partial(jax.jit, static_argnames=['rule', 'size'])
+def live(where, rule=ops.PLAIN, size=8):
   """Boolean [blocks, blocks]: pairs that the loop visits."""
   cut = blockwise._cut_where(where, size)
-  return blockwise._may_see(cut, cut, ops.Rule(window))
+  return blockwise._may_see(cut, cut, rule)
 
 
 def test_no_visible_pair_is_skipped():
   for name, where in LAYOUTS.items():
-    for window in (None, 1, 5):
-      seen_BTS = oracle.seen_BTS(where, where, window)
+    for rule in {ops.Rule(1), *(kind.rule for kind in oracle.KINDS.values())}:
+      seen_BTS = oracle.seen_BTS(where, where, rule)
       for b in range(3):
         row = Where(*(x[[b]] for x in where))
         blocks = seen_BTS[b].reshape(5, 8, 5, 8).any((1, 3))
-        assert not (blocks & ~live(row, window)).any(), (name, window, b)
+        assert not (blocks & ~live(row, rule)).any(), (name, rule, b)
       blocks = seen_BTS.any(0).reshape(5, 8, 5, 8).any((1, 3))
-      assert not (blocks & ~live(where, window)).any(), (name, window)
+      assert not (blocks & ~live(where, rule)).any(), (name, rule)
 
 
 def test_invisible_blocks_are_skipped():
   """As many pairs as must be, in every layout that training uses."""
   assert live(oracle.documents(64)).sum() == 8 * 9 // 2
   assert live(oracle.documents(*[8] * 8)).sum() == 8
-  assert live(oracle.documents(64), window=8).sum() == 8 + 7
+  assert live(oracle.documents(64), ops.Rule(8)).sum() == 8 + 7
+  both = ops.Rule(8, causal=False)
+  assert live(oracle.documents(64), both).sum() == 7 + 8 + 7
+  assert live(oracle.documents(64), ops.Rule(causal=False)).sum() == 64
+  assert live(oracle.documents(64), ops.Rule(chunk=16)).sum() == 4 * 3
+  # And the block of the first positions, from six more.
+  assert live(oracle.documents(64), ops.Rule(8, first=2)).sum() == 8 + 7 + 6
   assert live(oracle.documents(-64)).sum() == 0
   assert live(oracle.documents(16, -48)).sum() == 3
   # Two blocks of prompt, then samples of two: each sees the prompt and itself.
@@ -189,7 +197,8 @@ def test_batch_shards_over_devices_without_moving_keys():
   q, k, v, g = oracle.arrays(6, 4, oracle.LENGTH, 4, 2, 8)
 
   def gradient(q, k, v, g, where):
-    attend = functools.partial(blockwise.attention, query=where, block=16)
+    attend = functools.partial(
+        blockwise.attention, query=where, spec=blockwise.Spec(block=16))
     return jax.vjp(attend, q, k, v)[1](g)
 
   args = jax.device_put(

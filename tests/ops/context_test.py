@@ -15,51 +15,35 @@ LAYOUTS = oracle.layouts()
 HEADS = 8, 2
 
 
-@functools.cache
-def program(way, window, **mesh):
-  """`oracle.program` over a mesh."""
-
-  def run(q, k, v, g, query, key):
-    def attend(q, k, v):
-      return ops.attention(
-          q, k, v, query, key, backend=way, rule=ops.Rule(window), block=16
-      )
-
-    out, pull = jax.vjp(attend, q, k, v)
-    return out, pull(g)
-
-  made = sharding.make_mesh(**mesh)
-  jitted = jax.jit(run)
-
-  def call(*args):
-    with sharding.use(made):
-      return jax.tree.map(np.asarray, jitted(*args))
-
-  return call
+def check(way, kind, names=LAYOUTS, heads=HEADS, **mesh):
+  kind = oracle.KINDS[kind]
+  run = oracle.program(way, kind, **mesh)
+  for seed, name in enumerate(names):
+    where = LAYOUTS[name]
+    args = oracle.rows(seed, heads)
+    got = run(*args, where, where)
+    want = oracle.answer(kind, args, where, where)
+    oracle.assert_near(got[0], want[0], rtol=0, atol=2e-6)
+    oracle.assert_near(got[1], want[1], rtol=0, atol=1e-5)
 
 
-def check(way, name, window, heads=HEADS, seed=0, **mesh):
-  where = LAYOUTS[name]
-  args = oracle.rows(seed, heads)
-  got = program(way, window, **mesh)(*args, where, where)
-  seen = oracle.seen_BTS(where, where, window)
-  out, _, grads = oracle.attention(*args, seen)
-  oracle.assert_near(got[0], out, rtol=0, atol=2e-6)
-  oracle.assert_near(got[1], grads, rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize('name', LAYOUTS)
+@pytest.mark.parametrize('kind', ['window', 'all both ways'])
 @pytest.mark.parametrize('way', context.WAYS)
-def test_equals_the_pairwise_oracle(way, name):
-  check(way, name, 6, context=4)
+def test_equals_the_pairwise_oracle(way, kind):
+  check(way, kind, context=4)
 
 
 @pytest.mark.parametrize('mesh', [
     {'context': 1}, {'context': 2}, {'context': 8},
-    {'context': 2, 'tensor': 2, 'data': 2},
 ])
-def test_ring_of_any_size_beside_other_axes(mesh):
-  check('ring', 'shared prefix', None, **mesh)
+def test_ring_of_any_size(mesh):
+  check('ring', 'causal', ['shared prefix', 'packed'], **mesh)
+
+
+@pytest.mark.parametrize('way', ['ring', 'ulysses'])
+def test_beside_other_axes(way):
+  """Also the sinks: each device takes those of its heads."""
+  check(way, 'sink', ['shared prefix'], context=2, tensor=2, data=2)
 
 
 @pytest.mark.parametrize('way, heads', [
@@ -67,19 +51,18 @@ def test_ring_of_any_size_beside_other_axes(mesh):
     ('ulysses', (12, 6)), ('ulysses', (4, 4)),
 ])
 def test_heads_of_any_ratio(way, heads):
-  check(way, 'packed', None, heads=heads, context=4)
+  check(way, 'causal', ['packed'], heads=heads, context=4)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize('heads', [(8, 2), (8, 8), (9, 3), (8, 1)])
 @pytest.mark.parametrize('ways', [1, 2, 4, 8])
 @pytest.mark.parametrize('way', context.WAYS)
-def test_all_layouts_windows_sizes_and_ratios(way, ways, heads):
+@pytest.mark.parametrize('kind', oracle.KINDS)
+def test_all_kinds_layouts_sizes_and_ratios(kind, way, ways, heads):
   if way == 'ulysses' and heads[0] % ways:
     pytest.skip('refused; see the test of errors')
-  for window in (None, 6):
-    for seed, name in enumerate(LAYOUTS):
-      check(way, name, window, heads=heads, seed=seed, context=ways)
+  check(way, kind, heads=heads, context=ways)
 
 
 @pytest.mark.parametrize('ways', [1, 2, 4])
@@ -98,7 +81,7 @@ def test_zigzag_changes_nothing_but_the_place():
   where = LAYOUTS['shared prefix']
   args = oracle.rows(3, HEADS)
   order = context.zigzag(oracle.LENGTH, 4)
-  run = program('ring', None, context=4)
+  run = oracle.program('ring', context=4)
   out, grads = run(*args, where, where)
   moved = jax.tree.map(lambda x: x[:, order], (*args, where, where))
   found = run(*moved)
@@ -110,7 +93,7 @@ def test_zigzag_changes_nothing_but_the_place():
 def test_poisoned_padding_changes_nothing():
   where = LAYOUTS['packed']
   args = oracle.rows(0, HEADS)
-  run = program('ring', None, context=4)
+  run = oracle.program('ring', context=4)
   want = run(*args, where, where)
   poison = where.segment < 0
   bad = [np.where(poison[..., None, None], np.nan, x) for x in args]
