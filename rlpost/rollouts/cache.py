@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from rlpost import sharding
 from rlpost.models import transformer
 from rlpost.models.config import ModelConfig
 
@@ -177,6 +178,16 @@ def join(first, second, ways=1):
   return both.reshape(*first.shape[:-2], -1, first.shape[-1])
 
 
+def placed(x):
+  """An array of a cache where `axes` say."""
+  return sharding.constrain(x, axes(x))
+
+
+def axes(x, sequences='batch') -> tuple:
+  """Logical axes of an array of a cache."""
+  return (*[None] * (x.ndim - 4), sequences, 'heads', 'time', None)
+
+
 def columns_of(x):
   """[A, n] seen as [A, 1, n, 1], for the functions above."""
   return x[:, None, :, None]
@@ -204,5 +215,7 @@ def roll(old_AJnP, new_AJcP, position_An, first_A):
   taken = jnp.take_along_axis(
       new_AJcP, columns_of(jnp.clip(index, 0, new_AJcP.shape[2] - 1)), axis=2
   )
+  # Whole on every device: few columns, and any of them may come from any.
+  taken = sharding.constrain(taken, ('batch', 'heads', None, None))
   taken = taken.astype(old_AJnP.dtype)
   return jnp.where(columns_of(index >= 0), taken, old_AJnP)

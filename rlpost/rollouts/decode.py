@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from rlpost import sharding
 from rlpost.models import transformer
 from rlpost.ops import logprobs, sampling
 from rlpost.ops.decoding import decode_attention
@@ -130,8 +129,7 @@ def _uniforms(root, start, width):
 
 def _logits(params, hidden_BD):
   """fp32 [V, B], vocabulary first, as the sampler reads it."""
-  out = logprobs.logits_transposed(hidden_BD, transformer.head(params))
-  return sharding.constrain(out, ('vocab', 'batch'))
+  return logprobs.logits_transposed(hidden_BD, transformer.head(params))
 
 
 def run(layout: Layout, params, slots, start, stop_V, root, pause):

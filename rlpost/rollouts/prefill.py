@@ -1,5 +1,7 @@
 """Prompts in, caches and the last hidden states out."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -14,6 +16,14 @@ def _where(position):
   """Tokens of one document: their order is their position, -1 is padding."""
   segment = jnp.where(position >= 0, 0, -1)
   return Where(position, position, segment, jnp.full_like(position, -2))
+
+
+@functools.cache
+def _layer_axes(config):
+  axes, prefix = transformer.spec(config).axes, 'layers/0/'
+  return {
+      k.removeprefix(prefix): v for k, v in axes.items() if k.startswith(prefix)
+  }
 
 
 def prefill(
@@ -85,12 +95,15 @@ def _piece(
         for key, rule in zip(keys, rules, strict=True)
     ]
   rope = transformer.rope(model, jnp.maximum(position, 0))
+  axes = _layer_axes(model)
 
   def one(kind, w, x, read, state, at):
     del read
+    # Many tokens, spread over the context, share the weights: these move.
+    w = {k: sharding.constrain(x, axes[k]) for k, x in w.items()}
 
     def attend(q, *new):
-      new = [x.swapaxes(1, 2) for x in new]
+      new = [caches.placed(x.swapaxes(1, 2)) for x in new]
       if model.windows[kind] is None:
         after = [put(old, x, at) for old, x in zip(state, new, strict=True)]
         seen = [caches.get(x, at) for x in after]
@@ -104,6 +117,7 @@ def _piece(
               caches.put(old, x, 0, at)
               for old, x in zip(state, after, strict=True)
           ]
+      after = [caches.placed(x) for x in after]
       k, v = (x.swapaxes(1, 2) for x in seen)
       o = attention(
           q, k, v, query, keys[kind], backend=backend, rule=rules[kind],

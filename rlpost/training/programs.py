@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from rlpost import sharding
 from rlpost.data import packing
 from rlpost.models import transformer
+from rlpost.rollouts import cache as caches
 from rlpost.rollouts import engine as engines
 from rlpost.training import state as states
 from rlpost.training import step as steps
@@ -188,7 +189,7 @@ def _placed(mesh, leading, tree):
   def place(x):
     axes = (leading, *[None] * (x.ndim - 1))[: x.ndim]
     if x.ndim >= 4:
-      axes = (*[None] * (x.ndim - 4), leading, 'heads', 'time', None)
+      axes = caches.axes(x, leading)
     return jax.ShapeDtypeStruct(
         x.shape, x.dtype, sharding=sharding.fitting(mesh, x.shape, axes)
     )
