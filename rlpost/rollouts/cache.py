@@ -80,23 +80,25 @@ class Layout:
         for window in self.model.windows
     )
 
-  def zeros(self, count: int, columns: tuple[int, ...]) -> tuple:
-    """Room for `count` sequences in each layer."""
+  def shapes(self, count: int, columns: tuple[int, ...]) -> list[tuple]:
+    """Of the arrays with the keys of `count` sequences."""
     model, period = self.model, len(columns)
     lead, entries = (), model.num_layers
     if self.stacked:
       lead, entries = (model.num_layers // period,), period
-    return tuple(
-        jnp.zeros(
-            (*lead, count, model.num_kv_heads, columns[i % period],
-             model.head_dim), self.dtype,
-        )
+    return [
+        (*lead, count, model.num_kv_heads, columns[i % period], model.head_dim)
         for i in range(entries)
+    ]
+
+  def zeros(self, count: int, columns: tuple[int, ...]) -> tuple:
+    """Room for the keys of `count` sequences."""
+    return tuple(
+        jnp.zeros(shape, self.dtype) for shape in self.shapes(count, columns)
     )
 
-  def empty(self, count: int, length: int, most: int) -> Cache:
-    """A cache with nothing in it; arguments as of `columns`."""
-    columns = self.columns(length, most)
+  def empty(self, count: int, columns: tuple[int, ...]) -> Cache:
+    """A cache with nothing in it."""
     return Cache(
         self.zeros(count, columns), self.zeros(count, columns),
         tuple(jnp.full((count, n), -1, jnp.int32) for n in columns),
@@ -180,12 +182,12 @@ def join(first, second, ways=1):
 
 def placed(x):
   """An array of a cache where `axes` say."""
-  return sharding.constrain(x, axes(x))
+  return sharding.constrain(x, axes(x.ndim))
 
 
-def axes(x, sequences='batch') -> tuple:
+def axes(ndim: int, sequences='batch') -> tuple:
   """Logical axes of an array of a cache."""
-  return (*[None] * (x.ndim - 4), sequences, 'heads', 'time', None)
+  return (*[None] * (ndim - 4), sequences, 'heads', 'time', None)
 
 
 def columns_of(x):

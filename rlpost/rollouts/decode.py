@@ -61,20 +61,20 @@ class Start(NamedTuple):
   sample: Any
 
 
-def empty(layout: Layout, *, prompts, rows, columns, most, width) -> Slots:
-  """Slots with nothing in them.
+def rings(layout: Layout, width: int) -> tuple[int, ...]:
+  """Columns of a row's own cache, for each window of a period."""
+  return layout.columns(layout.rounded(width), width)
 
-  Args:
-    columns: of a prompt's cache in layers without a window.
-    most: tokens that a prompt may have.
-  """
+
+def empty(layout: Layout, *, prompts, rows, columns, width) -> Slots:
+  """Slots with nothing in them; `columns` of a prompt's cache."""
   B = prompts * rows
-  rings = layout.columns(layout.rounded(width), width)
+  own = rings(layout, width)
   return Slots(
-      prompt=layout.empty(prompts, columns, most),
+      prompt=layout.empty(prompts, columns),
       hidden=jnp.zeros((prompts, layout.model.width), layout.dtype),
       length=jnp.zeros(prompts, jnp.int32),
-      keys=layout.zeros(B, rings), values=layout.zeros(B, rings),
+      keys=layout.zeros(B, own), values=layout.zeros(B, own),
       step=jnp.int32(0), token=jnp.zeros(B, jnp.int32),
       count=jnp.zeros(B, jnp.int32), live=jnp.zeros(B, bool),
       tokens=jnp.zeros((B, width), jnp.int32),
@@ -194,16 +194,16 @@ def _record(slots, drawn, active, start, stop_V) -> Slots:
   )
 
 
-def _seen(windows, slots: Slots, position_B, rings):
+def _seen(windows, slots: Slots, position_B, columns):
   """What each row sees, for each window: of its prompt [Q, R or 1, T], and of
   its own ring [B, columns]."""
   Q, B = slots.hidden.shape[0], position_B.shape[0]
   prompt, own = [], []
-  for window, at_QT, columns in zip(
-      windows, slots.prompt.position, rings, strict=True
+  for window, at_QT, width in zip(
+      windows, slots.prompt.position, columns, strict=True
   ):
     seen = at_QT[:, None] >= 0
-    age = (slots.step - jnp.arange(columns)) % columns
+    age = (slots.step - jnp.arange(width)) % width
     mine = age[None] < slots.count[:, None]
     if window is not None:
       query = position_B.reshape(Q, B // Q, 1)
@@ -221,14 +221,14 @@ def _advance(layout: Layout, params, slots: Slots):
   before = jnp.repeat(slots.length, B // slots.length.shape[0])
   position = before + slots.count - 1
   rope = transformer.rope(model, position[:, None])
-  rings = [x.shape[-2] for x in slots.keys[: len(model.windows)]]
-  seen = _seen(model.windows, slots, position, rings)
+  columns = [x.shape[-2] for x in slots.keys[: len(model.windows)]]
+  seen = _seen(model.windows, slots, position, columns)
 
   def one(kind, w, x, prompt, state, at):
 
     def attend(q, *new):
       after = tuple(
-          caches.put(old, x.swapaxes(1, 2), slots.step % rings[kind], at)
+          caches.put(old, x.swapaxes(1, 2), slots.step % columns[kind], at)
           for old, x in zip(state, new, strict=True)
       )
       own = [caches.get(x, at) for x in after]

@@ -16,8 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlpost import errors
+from rlpost import errors, sharding
 from rlpost.ops.attention import BACKENDS
+from rlpost.rollouts import cache as caches
 from rlpost.rollouts import decode, prefill
 from rlpost.rollouts.cache import Cache, Layout
 
@@ -339,20 +340,60 @@ def layout(model, dtype, mesh, stacked=False) -> Layout:
   return Layout(model, jnp.dtype(dtype), stacked, mesh.shape['context'])
 
 
-def _columns(config, layout, length):
-  count, size = layout.pieces(length, config.prefill_chunk)
-  return count * size
+class _Room(NamedTuple):
+  """Columns of caches for each window of a period, and where, in layers
+  without a window, a prompt's own tokens begin."""
+
+  prefix: tuple[int, ...]
+  prompt: tuple[int, ...]
+  begin: int
+
+
+def _room(config: EngineConfig, layout: Layout) -> _Room:
+  begin, own = (
+      math.prod(layout.pieces(length, config.prefill_chunk))
+      for length in (config.prefix_len, config.prompt_len)
+  )
+  prompt = layout.columns(begin + own, config.prefix_len + config.prompt_len)
+  prefix = tuple(
+      begin if window is None else columns if begin else 0
+      for window, columns in zip(layout.model.windows, prompt, strict=True)
+  )
+  return _Room(prefix, prompt, begin)
+
+
+def cache_bytes(config: EngineConfig, model, dtype, mesh) -> dict[str, int]:
+  """Bytes of keys and values on each device, by what they belong to.
+
+  'prompts' and 'rows' of the slots, shared 'prefixes', and 'admitted': prompts
+  that have been prefilled and are on their way into slots.
+  """
+  lay = layout(model, dtype, mesh)
+  room = _room(config, lay)
+
+  def held(count, columns, sequences='batch'):
+    elements = 0
+    for shape in lay.shapes(count, columns):
+      axes = caches.axes(len(shape), sequences)
+      place = sharding.fitting(mesh, shape, axes)
+      elements += 2 * math.prod(place.shard_shape(shape))
+    return elements * lay.dtype.itemsize
+
+  return {
+      'prompts': held(config.prompts, room.prompt),
+      'rows': held(config.batch, decode.rings(lay, config.width)),
+      'prefixes': held(config.prefixes, room.prefix, None),
+      'admitted': held(config.admit or config.prompts, room.prompt),
+  }
 
 
 def functions(config: EngineConfig, layout: Layout) -> dict[str, Any]:
   """The pure functions behind `Programs`, by name, not yet jitted."""
   more = {'chunk': config.prefill_chunk, 'backend': config.backend}
-  most = config.prefix_len + config.prompt_len
-  behind = _columns(config, layout, config.prefix_len)
-  columns = behind + _columns(config, layout, config.prompt_len)
+  room = _room(config, layout)
 
   def shared(params, tokens, length):
-    cache = layout.empty(config.prefixes, behind, most)
+    cache = layout.empty(config.prefixes, room.prefix)
     if not config.prefix_len:
       return Shared(cache, length)
     start = jnp.zeros_like(length)
@@ -363,11 +404,11 @@ def functions(config: EngineConfig, layout: Layout) -> dict[str, Any]:
 
   def admit(params, slots, cache, which, tokens, length, source):
     start = cache.length[which]
-    prompt = layout.empty(tokens.shape[0], columns, most)
+    prompt = layout.empty(tokens.shape[0], room.prompt)
     if config.prefix_len:
       prompt = prefill.behind(layout, cache.cache, which, prompt)
     prompt, hidden = prefill.prefill(
-        layout, params, tokens, length, prompt, start, behind, **more
+        layout, params, tokens, length, prompt, start, room.begin, **more
     )
     return decode.admit(slots, prompt, hidden, start + length, source)
 
@@ -376,8 +417,8 @@ def functions(config: EngineConfig, layout: Layout) -> dict[str, Any]:
 
   def empty():
     return decode.empty(
-        layout, prompts=config.prompts, rows=config.rows, columns=columns,
-        most=most, width=config.width,
+        layout, prompts=config.prompts, rows=config.rows,
+        columns=room.prompt, width=config.width,
     )
 
   return {'shared': shared, 'admit': admit, 'run': run, 'empty': empty}

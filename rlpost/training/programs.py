@@ -189,7 +189,7 @@ def _placed(mesh, leading, tree):
   def place(x):
     axes = (leading, *[None] * (x.ndim - 1))[: x.ndim]
     if x.ndim >= 4:
-      axes = caches.axes(x, leading)
+      axes = caches.axes(x.ndim, leading)
     return jax.ShapeDtypeStruct(
         x.shape, x.dtype, sharding=sharding.fitting(mesh, x.shape, axes)
     )
