@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout as DeviceLayout
+from jax.experimental.layout import with_layout_constraint
 
 from rlpost import sharding
 from rlpost.models import transformer
@@ -181,8 +183,15 @@ def join(first, second, ways=1):
 
 
 def placed(x):
-  """An array of a cache where `axes` say."""
-  return sharding.constrain(x, axes(x.ndim))
+  """An array of a cache where `axes` say, stored as it is between programs.
+
+  Else a loop over pieces of a prompt may keep it transposed, and a transposed
+  copy of a cache is as large as the cache.
+  """
+  x = sharding.constrain(x, axes(x.ndim))
+  if x.ndim > 4:
+    x = with_layout_constraint(x, DeviceLayout(tuple(range(x.ndim))))
+  return x
 
 
 def axes(ndim: int, sequences='batch') -> tuple:

@@ -96,7 +96,9 @@ def admit(slots: Slots, prompt: Cache, hidden_AD, length_A, source_Q) -> Slots:
     new = jnp.expand_dims(
         source_Q >= 0, [a for a in range(x.ndim) if a != axis]
     )
-    return jnp.where(new, jnp.take(x, source, axis), into)
+    if x.shape[axis] > 1:  # of one, which may be long, no copy is made
+      x = jnp.take(x, source, axis)
+    return jnp.where(new, x, into)
 
   def put_layers(into, x):
     return tuple(
