@@ -183,15 +183,26 @@ def join(first, second, ways=1):
 
 
 def placed(x):
-  """An array of a cache where `axes` say, stored as it is between programs.
+  """An array of a cache where `axes` say."""
+  return sharding.constrain(x, axes(x.ndim))
 
-  Else a loop over pieces of a prompt may keep it transposed, and a transposed
-  copy of a cache is as large as the cache.
+
+def kept(x):
+  """A stacked array of a cache, stored as it is between programs.
+
+  Else a TPU's compiler keeps it transposed while it is filled piece by piece,
+  and the copy of a cache in its own order is as large as the cache.
   """
-  x = sharding.constrain(x, axes(x.ndim))
-  if x.ndim > 4:
-    x = with_layout_constraint(x, DeviceLayout(tuple(range(x.ndim))))
-  return x
+  mesh = jax.sharding.get_abstract_mesh()
+  if x.ndim == 4 or mesh.empty:
+    return placed(x)
+  place = sharding.fitting(mesh, x.shape, axes(x.ndim)).spec
+  order = DeviceLayout(tuple(range(x.ndim)))
+  # In a `shard_map`, or each device would first gather all of it.
+  return jax.shard_map(
+      lambda x: with_layout_constraint(x, order), in_specs=place,
+      out_specs=place,
+  )(x)
 
 
 def axes(ndim: int, sequences='batch') -> tuple:

@@ -117,7 +117,7 @@ def _piece(
               caches.put(old, x, 0, at)
               for old, x in zip(state, after, strict=True)
           ]
-      after = [caches.placed(x) for x in after]
+      after = [caches.kept(x) for x in after]
       k, v = (x.swapaxes(1, 2) for x in seen)
       o = attention(
           q, k, v, query, keys[kind], backend=backend, rule=rules[kind],
