@@ -154,6 +154,7 @@ def run(layout: Layout, params, slots, start, stop_V, root, pause):
       count=jnp.where(start.fresh, 0, slots.count),
       live=slots.live & ~start.fresh,
   )
+
   def begin(slots):  # a prompt's first token comes from its prefill
     return slots, jnp.repeat(slots.hidden, R, axis=0)
 

@@ -135,8 +135,8 @@ def _piece(
   )
   at = length_A - 1 - first
   here = x[jnp.arange(A), jnp.clip(at, 0, c - 1)]
-  inside = (at >= 0) & (at < c)
-  last = jnp.where(inside[:, None], here, last_AD)
+  # Of all pieces that a prompt reaches the last one counts.
+  last = jnp.where((at >= 0)[:, None], here, last_AD)
   return Cache(*map(tuple, zip(*state, strict=True)), tuple(kept)), last
 
 

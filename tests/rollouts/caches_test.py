@@ -37,13 +37,13 @@ SETTINGS = {
     },
 }
 SLOW = {
-    f'{ways} {stacked} {chunk} {backend}': {
+    f'over {ways}, {stacked=}, {chunk} at a time, {backend}': {
         'mesh': {'context': ways}, 'stacked': stacked,
         'prefill_chunk': chunk, 'backend': backend,
     }
-    for ways, stacked, chunk, backend in itertools.product(
-        (1, 2, 4, 8), (False, True), (0, 1, 7, 64),
-        ('dense', 'ring', 'blockwise'),
+    for ways, stacked, (chunk, backend) in itertools.product(
+        (1, 2, 4, 8), (False, True),
+        ((0, 'dense'), (1, 'ring'), (3, 'blockwise'), (4, 'all_gather')),
     )
 }
 
@@ -103,7 +103,7 @@ SIZES = {
         (5, None), stacked=True, prefill_chunk=4, mesh={'context': 4},
     ),
     'all axes': made(
-        (None,), mesh={'data': 2, 'tensor': 2, 'context': 2}, prefixes=1,
+        (None,), mesh={'data': 2, 'tensor': 2, 'context': 2}, prefixes=2,
     ),
     'no shared prefix': made((5,), prefix_len=0, admit=0),
 }
