@@ -223,11 +223,14 @@ def check_tokens(length: int, mesh, what: str):
 
 
 def constrain(x, axes):
-  """Asks for the sharding of `axes` inside a program; none without a mesh."""
+  """Asks for the sharding of `axes` inside a program; none without a mesh.
+
+  A dimension that does not divide is whole: one token of a row, in decoding.
+  """
   mesh = jax.sharding.get_abstract_mesh()
   if mesh.empty or mesh.size == 1:
     return x
-  return jax.lax.with_sharding_constraint(x, spec(axes))
+  return jax.lax.with_sharding_constraint(x, fitting(mesh, x.shape, axes).spec)
 
 
 def varying(x, axes=MESH_AXES):

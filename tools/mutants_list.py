@@ -64,9 +64,6 @@ FAULTS = (
      'valid = segment_BT >= 0', 'valid = segment_BT >= -1'),
   )),
   ('rlpost/ops/attention.py', 'tests/ops/attention_test.py', (
-    ('decoding forgets to scale the scores',
-     'q_BHP.reshape(B, J, G, P) * jnp.asarray(P**-0.5, q_BHP.dtype)',
-     'q_BHP.reshape(B, J, G, P)'),
     ('the gradient of the softmax leaves out its sum',
      '(x - mean) for w', 'x for w'),
     ('the window ends at the shared prompt',
@@ -116,17 +113,6 @@ FAULTS = (
      "params['embed/table']"),
   )),
   # What is sampled.
-  ('rlpost/rollouts/decode.py', 'tests/rollouts/decode_test.py::test_log_probs_'
-   'are_those_of_the_teacher_forced_model[narrow]', (
-    ('a decoded token stands one position too far',
-     '(before + slots.count - 1)', '(before + slots.count)'),
-    ('a row does not see the token it was just fed',
-     'age = (slots.column - jnp', 'age = (slots.column - 1 - jnp'),
-    ('the first token comes from the padding of the prompt',
-     'jnp.maximum(length_A - 1, 0)]', 'T - 1]'),
-    ('a prompt starts at position 0 behind its prefix',
-     'index + before, index + start, f', 'index + before, index, f'),
-  )),
   ('rlpost/rollouts/decode.py', 'tests/rollouts/decode_test.py::test_roots_'
    'groups_and_samples_draw_apart', (
     ('all samples of a prompt share a random key',

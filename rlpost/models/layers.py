@@ -1,6 +1,7 @@
 """The layers of the decoder. Weights are stored [out, in]."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -22,15 +23,15 @@ def linear(x, w):
   """
   w = w.astype(x.dtype)
   lead = x.shape[:-1]
+  if math.prod(lead) > _FEW_ROWS:
+    # Not reshaped: rows of which each is spread over devices have no one axis.
+    return jax.lax.dot_general(x, w, (((x.ndim - 1,), (1,)), ((), ())))
   x = x.reshape(-1, x.shape[-1])
-  if x.shape[0] <= _FEW_ROWS:
-    # The barriers keep the transposes out of the product: folded into it they
-    # cost more than they save.
-    x = jax.lax.optimization_barrier(x.T)
-    y = jax.lax.dot_general(w, x, (((1,), (0,)), ((), ())))
-    y = jax.lax.optimization_barrier(y).T
-  else:
-    y = jax.lax.dot_general(x, w, (((1,), (1,)), ((), ())))
+  # The barriers keep the transposes out of the product: folded into it they
+  # cost more than they save.
+  x = jax.lax.optimization_barrier(x.T)
+  y = jax.lax.dot_general(w, x, (((1,), (0,)), ((), ())))
+  y = jax.lax.optimization_barrier(y).T
   return y.reshape(*lead, w.shape[0])
 
 

@@ -1,10 +1,11 @@
-"""Prefill and decoding as pure functions over a fixed set of slots.
+"""Decoding as pure functions over a fixed set of slots.
 
 A prompt slot holds one prompt's keys and values once; its R rows sample
 completions of it and read that cache in one product. A row keeps its own keys
-in a ring of W columns: all live rows write the same column at every step, so
-a row may begin at any column and refilling needs no copy. The maths of a
-layer is `models.layers.Block`, the same code that training runs.
+in a ring, of W columns or of a layer's window: all live rows write the same
+column at every step, so a row may begin at any column and refilling needs no
+copy. The maths of a layer is `models.layers.Block`, the same code that
+training runs.
 """
 
 from typing import Any, NamedTuple
@@ -12,33 +13,22 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from rlpost import sharding
 from rlpost.models import transformer
 from rlpost.ops import logprobs, sampling
-from rlpost.ops.attention import (
-  Where,
-  attention,
-  decode_attention,
-  score_masks,
-)
-
-
-class Cache(NamedTuple):
-  """Of A token sequences: keys, values [layers, A, J, T, P], mask [A, T]."""
-
-  keys: Any
-  values: Any
-  filled: Any
+from rlpost.ops.decoding import decode_attention
+from rlpost.rollouts import cache as caches
+from rlpost.rollouts.cache import Cache, Layout
 
 
 class Slots(NamedTuple):
   """Device state of Q prompt slots with R rows each, B = Q R.
 
   Attributes:
-    prompt: the cache of each slot's prompt, what it shares first.
+    prompt: the cache of each slot's prompt.
     hidden: [Q, D], the final hidden state at each prompt's last token.
-    keys, values: per layer [B, J, W, P], the rows' own rings.
-    column: int32, the column that is written next.
+    length: int32 [Q], tokens of each prompt.
+    keys, values: per layer [B, J, columns, P], the rows' own rings.
+    step: int32, tokens that were fed so far: where all rings are written next.
     token, count: int32 [B], the last token and how many are sampled.
     live: bool [B].
     tokens, logp: [B, W], what was sampled.
@@ -46,9 +36,10 @@ class Slots(NamedTuple):
 
   prompt: Cache
   hidden: Any
+  length: Any
   keys: tuple
   values: tuple
-  column: Any
+  step: Any
   token: Any
   count: Any
   live: Any
@@ -70,129 +61,58 @@ class Start(NamedTuple):
   sample: Any
 
 
-def empty(config, *, prompts, rows, prefix_len, prompt_len, width, dtype):
-  """Slots with nothing in them."""
+def rings(layout: Layout, width: int) -> tuple[int, ...]:
+  """Columns of a row's own cache, for each window of a period."""
+  return layout.columns(layout.rounded(width), width)
+
+
+def empty(layout: Layout, *, prompts, rows, columns, width) -> Slots:
+  """Slots with nothing in them; `columns` of a prompt's cache."""
   B = prompts * rows
-
-  def zeros():
-    shape = B, config.num_kv_heads, width, config.head_dim
-    return tuple(jnp.zeros(shape, dtype) for _ in range(config.num_layers))
-
+  own = rings(layout, width)
   return Slots(
-      prompt=empty_cache(config, prompts, prefix_len + prompt_len, dtype),
-      hidden=jnp.zeros((prompts, config.width), dtype),
-      keys=zeros(), values=zeros(),
-      column=jnp.int32(0), token=jnp.zeros(B, jnp.int32),
+      prompt=layout.empty(prompts, columns),
+      hidden=jnp.zeros((prompts, layout.model.width), layout.dtype),
+      length=jnp.zeros(prompts, jnp.int32),
+      keys=layout.zeros(B, own), values=layout.zeros(B, own),
+      step=jnp.int32(0), token=jnp.zeros(B, jnp.int32),
       count=jnp.zeros(B, jnp.int32), live=jnp.zeros(B, bool),
       tokens=jnp.zeros((B, width), jnp.int32),
       logp=jnp.zeros((B, width), jnp.float32),
   )
 
 
-def empty_cache(config, count, length, dtype) -> Cache:
-  """Room for `count` sequences of `length` tokens."""
-  shape = config.num_layers, count, config.num_kv_heads, length, config.head_dim
-  return Cache(
-      jnp.zeros(shape, dtype), jnp.zeros(shape, dtype),
-      jnp.zeros((count, length), bool),
-  )
-
-
-def prefill(config, params, tokens_AT, length_A, prefix=None, dtype=None):
-  """Runs prompts once; returns their `Cache` and last hidden states [A, D].
+def admit(slots: Slots, prompt: Cache, hidden_AD, length_A, source_Q) -> Slots:
+  """Puts prompts that `prefill` has run into slots.
 
   Args:
-    tokens_AT: right-padded tokens.
-    length_A: real tokens of each.
-    prefix: a `Cache` of A sequences of tokens that stand before these, or None.
-  """
-  A, T = tokens_AT.shape
-  index = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[None], (A, T))
-  filled = index < length_A[:, None]
-
-  def where(order, position, filled):
-    return Where(
-        order, position, jnp.where(filled, 0, -1), jnp.full_like(order, -2)
-    )
-
-  if prefix is None:
-    query = key = where(index, index, filled)
-  else:
-    before = prefix.filled.shape[1]
-    at = jnp.broadcast_to(jnp.arange(before)[None], (A, before))
-    start = prefix.filled.sum(1, keepdims=True)
-    query = where(index + before, index + start, filled)
-    key = jax.tree.map(
-        lambda a, b: jnp.concatenate([a, b], 1),
-        where(at, at, prefix.filled), query,
-    )
-  cos, sin = transformer.rope(config, query.position)
-  masks = score_masks(query, key)
-
-  @jax.jit
-  def one(w, x, cos, sin, ahead):
-    def attend(q, k, v):
-      cache = k.swapaxes(1, 2), v.swapaxes(1, 2)
-      if ahead is not None:
-        k = jnp.concatenate([ahead[0].swapaxes(1, 2), k], 1)
-        v = jnp.concatenate([ahead[1].swapaxes(1, 2), v], 1)
-      return attention(q, k, v, query, key, masks=masks), cache
-
-    return transformer.block(config, w)(x, (cos, sin), attend)
-
-  x = transformer.embed(params, tokens_AT, dtype or jnp.float32)
-  keys, values = [], []
-  for i in range(config.num_layers):
-    ahead = None if prefix is None else (prefix.keys[i], prefix.values[i])
-    x, (k, v) = one(transformer.layer(params, i), x, cos, sin, ahead)
-    keys.append(k)
-    values.append(v)
-  last = x[jnp.arange(A), jnp.maximum(length_A - 1, 0)]
-  hidden = transformer.norm(config, params, last)
-  return Cache(jnp.stack(keys), jnp.stack(values), filled), hidden
-
-
-def admit(
-    config, params, slots, shared, which_A, tokens_AT, length_A, source_Q
-):
-  """Prefills prompts and puts them into slots.
-
-  Args:
-    shared: `Cache` of the Z prefixes that prompts share.
-    which_A: which of them stands before each prompt.
+    prompt, hidden_AD: of A prompts.
+    length_A: tokens of each, what they share included.
     source_Q: which prompt goes into each slot; -1 leaves the slot alone.
   """
-  prefix = None
-  if shared.filled.shape[1]:
-    prefix = Cache(
-        shared.keys[:, which_A], shared.values[:, which_A],
-        shared.filled[which_A],
-    )
-  prompt, hidden = prefill(
-      config, params, tokens_AT, length_A, prefix, slots.hidden.dtype
-  )
-  if prefix is not None:
-    prompt = Cache(
-        jnp.concatenate([prefix.keys, prompt.keys], 3),
-        jnp.concatenate([prefix.values, prompt.values], 3),
-        jnp.concatenate([prefix.filled, prompt.filled], 1),
-    )
   source = jnp.maximum(source_Q, 0)
 
-  def put(into, x, axis):
-    taken = jnp.take(x, source, axis)
+  def put(into, x, axis=0):
     new = jnp.expand_dims(
         source_Q >= 0, [a for a in range(x.ndim) if a != axis]
     )
-    return jnp.where(new, taken, into)
+    if x.shape[axis] > 1:  # of one, which may be long, no copy is made
+      x = jnp.take(x, source, axis)
+    return jnp.where(new, x, into)
+
+  def put_layers(into, x):
+    return tuple(
+        put(a, b, b.ndim - 4) for a, b in zip(into, x, strict=True)
+    )
 
   return slots._replace(
       prompt=Cache(
-          put(slots.prompt.keys, prompt.keys, 1),
-          put(slots.prompt.values, prompt.values, 1),
-          put(slots.prompt.filled, prompt.filled, 0),
+          put_layers(slots.prompt.keys, prompt.keys),
+          put_layers(slots.prompt.values, prompt.values),
+          tuple(map(put, slots.prompt.position, prompt.position)),
       ),
-      hidden=put(slots.hidden, hidden, 0),
+      hidden=put(slots.hidden, hidden_AD),
+      length=put(slots.length, length_A),
   )
 
 
@@ -211,11 +131,10 @@ def _uniforms(root, start, width):
 
 def _logits(params, hidden_BD):
   """fp32 [V, B], vocabulary first, as the sampler reads it."""
-  out = logprobs.logits_transposed(hidden_BD, transformer.head(params))
-  return sharding.constrain(out, ('vocab', 'batch'))
+  return logprobs.logits_transposed(hidden_BD, transformer.head(params))
 
 
-def run(config, params, slots, start, stop_V, root, pause):
+def run(layout: Layout, params, slots, start, stop_V, root, pause):
   """Starts the fresh rows, then decodes until there is room for more.
 
   Args:
@@ -235,14 +154,12 @@ def run(config, params, slots, start, stop_V, root, pause):
       count=jnp.where(start.fresh, 0, slots.count),
       live=slots.live & ~start.fresh,
   )
-  # Sliced here, not in the loop, which would copy them at every step.
-  prompts = list(zip(slots.prompt.keys, slots.prompt.values, strict=True))
 
   def begin(slots):  # a prompt's first token comes from its prefill
     return slots, jnp.repeat(slots.hidden, R, axis=0)
 
   def advance(slots):
-    return _advance(config, params, slots, prompts)
+    return _advance(layout, params, slots)
 
   def step(carry):
     began, slots = carry
@@ -280,43 +197,57 @@ def _record(slots, drawn, active, start, stop_V) -> Slots:
   )
 
 
-def _advance(config, params, slots, prompts):
+def _seen(windows, slots: Slots, position_B, columns):
+  """What each row sees, for each window: of its prompt [Q, R or 1, T], and of
+  its own ring [B, columns]."""
+  Q, B = slots.hidden.shape[0], position_B.shape[0]
+  prompt, own = [], []
+  for window, at_QT, width in zip(
+      windows, slots.prompt.position, columns, strict=True
+  ):
+    seen = at_QT[:, None] >= 0
+    age = (slots.step - jnp.arange(width)) % width
+    mine = age[None] < slots.count[:, None]
+    if window is not None:
+      query = position_B.reshape(Q, B // Q, 1)
+      seen &= query - at_QT[:, None] < window
+      mine &= age[None] < window
+    prompt.append(seen)
+    own.append(mine)
+  return prompt, own
+
+
+def _advance(layout: Layout, params, slots: Slots):
   """Feeds each row's last token; returns (slots, final hidden [B, D])."""
-  B, W = slots.tokens.shape
-  R = B // slots.hidden.shape[0]
-  seen_QT = slots.prompt.filled
-  age = (slots.column - jnp.arange(W)) % W
-  seen_BW = age[None] < slots.count[:, None]
-  before = jnp.repeat(seen_QT.sum(1), R)
-  position = (before + slots.count - 1)[:, None]
-  cos, sin = transformer.rope(config, position)
+  model = layout.model
+  B = slots.token.shape[0]
+  before = jnp.repeat(slots.length, B // slots.length.shape[0])
+  position = before + slots.count - 1
+  rope = transformer.rope(model, position[:, None])
+  columns = [x.shape[-2] for x in slots.keys[: len(model.windows)]]
+  seen = _seen(model.windows, slots, position, columns)
 
-  @jax.jit
-  def one(w, x, cos, sin, prompt, own, column, seen_QT, seen_BW):
+  def one(kind, w, x, prompt, state, at):
 
-    def attend(q, k, v):
-      new = tuple(
-          jax.lax.dynamic_update_slice(
-              old, x.swapaxes(1, 2).astype(old.dtype), (0, 0, column, 0)
-          )
-          for old, x in zip(own, (k, v), strict=True)
+    def attend(q, *new):
+      after = tuple(
+          caches.put(old, x.swapaxes(1, 2), slots.step % columns[kind], at)
+          for old, x in zip(state, new, strict=True)
       )
-      o = decode_attention(q[:, 0], prompt, new, seen_QT, seen_BW)
-      return o[:, None], new
+      own = [caches.get(x, at) for x in after]
+      o = decode_attention(
+          q[:, 0], prompt, own, seen[0][kind], seen[1][kind]
+      )
+      return o[:, None], after
 
-    return transformer.block(config, w)(x, (cos, sin), attend)
+    return transformer.block(model, w)(x, rope, attend)
 
-  x = transformer.embed(params, slots.token[:, None], slots.hidden.dtype)
-  keys, values = [], []
-  for i in range(config.num_layers):
-    x, (k, v) = one(
-        transformer.layer(params, i), x, cos, sin, prompts[i],
-        (slots.keys[i], slots.values[i]), slots.column, seen_QT, seen_BW,
-    )
-    keys.append(k)
-    values.append(v)
-  slots = slots._replace(
-      keys=tuple(keys), values=tuple(values), column=(slots.column + 1) % W
+  x = transformer.embed(params, slots.token[:, None], layout.dtype)
+  x, state = caches.through(
+      layout, params, one, x,
+      tuple(zip(slots.prompt.keys, slots.prompt.values, strict=True)),
+      tuple(zip(slots.keys, slots.values, strict=True)),
   )
-  return slots, transformer.norm(config, params, x[:, 0])
-
+  keys, values = zip(*state, strict=True)
+  slots = slots._replace(keys=keys, values=values, step=slots.step + 1)
+  return slots, transformer.norm(model, params, x[:, 0])

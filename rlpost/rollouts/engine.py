@@ -8,6 +8,7 @@ a slot is free for the next prompt once its rows are done.
 
 import collections
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -15,8 +16,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlpost import errors
-from rlpost.rollouts import decode
+from rlpost import errors, sharding
+from rlpost.ops.attention import BACKENDS
+from rlpost.rollouts import cache as caches
+from rlpost.rollouts import decode, prefill
+from rlpost.rollouts.cache import Cache, Layout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +37,8 @@ class EngineConfig:
     admit: prompts in one prefill; free slots are refilled in such batches.
     refill: with samples of admitted prompts left, decoding pauses when this
       many rows are idle.
+    prefill_chunk: tokens of a prompt that are run at one time; 0 for all.
+    backend: of attention in prefill; see `ops.attention.attention`.
   """
 
   prompts: int
@@ -43,11 +49,19 @@ class EngineConfig:
   prefixes: int = 1
   admit: int = 0
   refill: int = 0
+  prefill_chunk: int = 0
+  backend: str = 'dense'
 
   def __post_init__(self):
     for name in ('prompts', 'rows', 'prompt_len', 'width', 'prefixes'):
       if getattr(self, name) < 1:
         raise errors.InputError(f'{name}={getattr(self, name)} must be >= 1.')
+    if self.prefill_chunk < 0:
+      raise errors.InputError(
+          f'{self.prefill_chunk=} must be >= 1, or 0 for whole prompts.'
+      )
+    if self.backend not in BACKENDS:
+      raise errors.InputError(f'{self.backend=} must be one of {BACKENDS}.')
     if self.admit > self.prompts:
       raise errors.InputError(
           f'{self.admit=} must not exceed {self.prompts=}.'
@@ -61,7 +75,7 @@ class EngineConfig:
 class Programs(NamedTuple):
   """The jitted functions of `decode`, bound to a model.
 
-  `shared(params, tokens_ZT, length_Z) -> Cache`;
+  `shared(params, tokens_ZT, length_Z) -> Shared`;
   `admit(params, slots, cache, which, tokens, length, source) -> slots`;
   `run(params, slots, start, stop, root, pause) -> slots`;
   `empty() -> slots`.
@@ -71,6 +85,13 @@ class Programs(NamedTuple):
   admit: Callable
   run: Callable
   empty: Callable
+
+
+class Shared(NamedTuple):
+  """Z prefixes that prompts share: their cache, and tokens of each."""
+
+  cache: Cache
+  length: Any
 
 
 class Request(NamedTuple):
@@ -102,7 +123,7 @@ class Engine:
     self._programs = programs
     self._stop_V = np.asarray(stop_V, bool)
     self._slots = None
-    self._cache = None  # (version, {prefix: index}, decode.Cache)
+    self._cache = None  # (version, {prefix: index}, Shared)
 
   def generate(
       self, params, version: int, requests: Sequence[Request], root,
@@ -301,27 +322,103 @@ class _Session:
     return done
 
 
-def functions(config: EngineConfig, model, dtype=jnp.float32) -> dict[str, Any]:
+def layout(model, dtype, mesh, stacked=False) -> Layout:
+  """How caches lie on a mesh.
+
+  Raises:
+    InputError: heads do not divide over the mesh.
+  """
+  tensor = mesh.shape['tensor']
+  for name in ('num_heads', 'num_kv_heads'):
+    heads = getattr(model, name)
+    if heads % tensor:
+      raise errors.InputError(
+          f'{name}={heads} must divide over {tensor} devices of the tensor '
+          f'axis; make it {math.gcd(heads, tensor)} and the context axis '
+          f'{tensor // math.gcd(heads, tensor)} times as large.'
+      )
+  return Layout(model, jnp.dtype(dtype), stacked, mesh.shape['context'])
+
+
+class _Room(NamedTuple):
+  """Columns of caches for each window of a period, and where, in layers
+  without a window, a prompt's own tokens begin."""
+
+  prefix: tuple[int, ...]
+  prompt: tuple[int, ...]
+  begin: int
+
+
+def _room(config: EngineConfig, layout: Layout) -> _Room:
+  begin, own = (
+      math.prod(layout.pieces(length, config.prefill_chunk))
+      for length in (config.prefix_len, config.prompt_len)
+  )
+  prompt = layout.columns(begin + own, config.prefix_len + config.prompt_len)
+  prefix = tuple(
+      begin if window is None else columns if begin else 0
+      for window, columns in zip(layout.model.windows, prompt, strict=True)
+  )
+  return _Room(prefix, prompt, begin)
+
+
+def cache_bytes(config: EngineConfig, model, dtype, mesh) -> dict[str, int]:
+  """Bytes of keys and values on each device, by what they belong to.
+
+  'prompts' and 'rows' of the slots, shared 'prefixes', and 'admitted': prompts
+  that have been prefilled and are on their way into slots.
+  """
+  lay = layout(model, dtype, mesh)
+  room = _room(config, lay)
+
+  def held(count, columns, sequences='batch'):
+    elements = 0
+    for shape in lay.shapes(count, columns):
+      axes = caches.axes(len(shape), sequences)
+      place = sharding.fitting(mesh, shape, axes)
+      elements += 2 * math.prod(place.shard_shape(shape))
+    return elements * lay.dtype.itemsize
+
+  return {
+      'prompts': held(config.prompts, room.prompt),
+      'rows': held(config.batch, decode.rings(lay, config.width)),
+      'prefixes': held(config.prefixes, room.prefix, None),
+      'admitted': held(config.admit or config.prompts, room.prompt),
+  }
+
+
+def functions(config: EngineConfig, layout: Layout) -> dict[str, Any]:
   """The pure functions behind `Programs`, by name, not yet jitted."""
+  more = {'chunk': config.prefill_chunk, 'backend': config.backend}
+  room = _room(config, layout)
 
   def shared(params, tokens, length):
+    cache = layout.empty(config.prefixes, room.prefix)
     if not config.prefix_len:
-      return decode.empty_cache(model, config.prefixes, 0, dtype)
-    return decode.prefill(model, params, tokens, length, dtype=dtype)[0]
+      return Shared(cache, length)
+    start = jnp.zeros_like(length)
+    cache, _ = prefill.prefill(
+        layout, params, tokens, length, cache, start, 0, **more
+    )
+    return Shared(cache, length)
 
   def admit(params, slots, cache, which, tokens, length, source):
-    return decode.admit(
-        model, params, slots, cache, which, tokens, length, source
+    start = cache.length[which]
+    prompt = layout.empty(tokens.shape[0], room.prompt)
+    if config.prefix_len:
+      prompt = prefill.behind(layout, cache.cache, which, prompt)
+    prompt, hidden = prefill.prefill(
+        layout, params, tokens, length, prompt, start, room.begin, **more
     )
+    return decode.admit(slots, prompt, hidden, start + length, source)
 
   def run(params, slots, start, stop, root, pause):
-    return decode.run(model, params, slots, start, stop, root, pause)
+    return decode.run(layout, params, slots, start, stop, root, pause)
 
   def empty():
     return decode.empty(
-        model, prompts=config.prompts, rows=config.rows,
-        prefix_len=config.prefix_len, prompt_len=config.prompt_len,
-        width=config.width, dtype=dtype,
+        layout, prompts=config.prompts, rows=config.rows,
+        columns=room.prompt, width=config.width,
     )
 
   return {'shared': shared, 'admit': admit, 'run': run, 'empty': empty}

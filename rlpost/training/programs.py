@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from rlpost import sharding, types
 from rlpost.data import packing, zigzag
 from rlpost.models import transformer
+from rlpost.rollouts import cache as caches
 from rlpost.rollouts import engine as engines
 from rlpost.training import state as states
 from rlpost.training import step as steps
@@ -221,13 +222,13 @@ def programs(
 
 
 def _placed(mesh, leading, tree):
-  """Shapes with shardings: of rings [B, J, ...], caches [layers, A, J, ...]
-  and anything else by its leading axis."""
+  """Shapes with shardings: of caches [.., A, J, columns, P], and of anything
+  else by its leading axis."""
 
   def place(x):
     axes = (leading, *[None] * (x.ndim - 1))[: x.ndim]
     if x.ndim >= 4:
-      axes = (*[None] * (x.ndim - 4), leading, 'heads', None, None)
+      axes = caches.axes(x.ndim, leading)
     return jax.ShapeDtypeStruct(
         x.shape, x.dtype, sharding=sharding.fitting(mesh, x.shape, axes)
     )
@@ -236,8 +237,10 @@ def _placed(mesh, leading, tree):
 
 
 def _add_decoding(add, kind, config: engines.EngineConfig, step, params, mesh):
-  dtype = jnp.dtype(step.dtype)
-  functions = engines.functions(config, step.model, dtype)
+  layout = engines.layout(
+      step.model, step.dtype, mesh, transformer.is_stacked(params)
+  )
+  functions = engines.functions(config, layout)
 
   def ints(*shape):
     return jax.ShapeDtypeStruct(shape, jnp.int32)

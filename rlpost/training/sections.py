@@ -26,7 +26,7 @@ class Rollout:
       counted as 'overlong' and not attempted.
     slots, rows: prompt slots and rows of each; 0 for prompts and samples.
     prefixes: shared prefixes held at one time, at most.
-    admit, refill: see `rollouts.engine.EngineConfig`.
+    admit, refill, prefill_chunk, backend: see `rollouts.engine.EngineConfig`.
   """
 
   prompts: int
@@ -40,6 +40,8 @@ class Rollout:
   prefixes: int = 16
   admit: int = 0
   refill: int = 0
+  prefill_chunk: int = 0
+  backend: str = 'dense'
 
   def __post_init__(self):
     if self.temperature <= 0:

@@ -194,6 +194,8 @@ def _engine_configs(rollout, evaluation, measured, domains):
       'prompt_len': rollout.prompt_len or bucket(measured[1]),
       'width': rollout.max_new,
       'prefixes': min(domains, rollout.prefixes),
+      'prefill_chunk': rollout.prefill_chunk,
+      'backend': rollout.backend,
   }
   train = engines.EngineConfig(
       prompts=rollout.slots or rollout.prompts,

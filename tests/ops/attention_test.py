@@ -126,30 +126,6 @@ def test_unknown_backend_is_named():
     ops.attention(q, k, v, SAMPLES, backend='flash')
 
 
-def test_decode_attention_equals_dense():
-  Q, R, H, J, T, W, P = 2, 3, 6, 2, 9, 7, 8
-  B = Q * R
-  rng = np.random.default_rng(3)
-  length, count = rng.integers(1, T + 1, Q), np.array([0, 1, 7, 3, 5, 2])
-  q = rng.normal(size=(B, H, P)).astype(np.float32)
-  prefix = rng.normal(size=(2, Q, J, T, P)).astype(np.float32)
-  own = rng.normal(size=(2, B, J, W, P)).astype(np.float32)
-  got = jax.jit(ops.decode_attention)(
-      q, tuple(prefix), tuple(own), np.arange(T)[None] < length[:, None],
-      np.arange(W)[None] < count[:, None],
-  )
-  for b in range(B):
-    keys = [
-        np.concatenate([cache[0, :, : length[b // R]], mine[:, : count[b]]], 1)
-        for cache, mine in zip(
-            prefix[:, [b // R]], own[:, b], strict=True)
-    ]
-    k, v = (x.swapaxes(0, 1)[None] for x in keys)
-    seen = np.ones((1, 1, k.shape[1]), bool)
-    out, _, _ = oracle.attention(q[b, None, None], k, v, q[b, None, None], seen)
-    oracle.assert_near(got[b], out[0, 0])
-
-
 @ways
 def test_padding_gives_zeros_and_zero_gradients(way):
   args = oracle.rows(4)

@@ -7,118 +7,40 @@ import jax
 import numpy as np
 import pytest
 
-from rlpost import sharding, types
-from rlpost.algorithms import recipes
+from rlpost import types
 from rlpost.data import packing
-from rlpost.models import transformer
-from rlpost.models.config import ModelConfig
-from rlpost.ops.attention import SharedPrefix
 from rlpost.rollouts import engine as engines
 from rlpost.training import programs as program_lib
-from rlpost.training import state as states
-from rlpost.training import step as steps
 from tests import compilation, reference
+from tests.rollouts import decoders
+from tests.rollouts.decoders import (
+  BUDGET,
+  MODEL,
+  ROOT,
+  STOP,
+  TEMPERATURES,
+  programs,
+  requests,
+  setting,
+)
 from tests.training import batches
 
-MODEL = ModelConfig(
-    vocab_size=40, width=16, num_layers=2, num_heads=4, num_kv_heads=2,
-    head_dim=4, hidden=24, rope_theta=100.0,
-)
-STOP = np.arange(40) < 3
-BUDGET = 8
-ROOT = 11
-
-
-class Setting:
-  """An engine configuration and how to run it."""
-
-  def __init__(self, prompts, rows, *, stacked=False, mesh=None, **more):
-    given = {'prefix_len': 4, 'prompt_len': 6, 'width': BUDGET}
-    self.config = engines.EngineConfig(prompts, rows, **given | more)
-    self.stacked = stacked
-    self.mesh = mesh or {}
-
-
 SETTINGS = {
-    'wide': Setting(4, 3, prefixes=3, admit=2, refill=1),
+    'wide': setting(4, 3, prefixes=3, admit=2, refill=1),
     # Rows refilled often, other padding, a longer ring, a prefix at a time.
-    'narrow': Setting(
+    'narrow': setting(
         2, 2, admit=1, refill=2, prefix_len=6, prompt_len=7, width=BUDGET + 3
     ),
-    'no shared prefix': Setting(3, 4, prefix_len=0, prompt_len=10),
-    'stacked on a mesh': Setting(
+    'no shared prefix': setting(3, 4, prefix_len=0, prompt_len=10),
+    'stacked on a mesh': setting(
         4, 3, prefixes=3, stacked=True,
         mesh={'data': 2, 'fsdp': 2, 'tensor': 2},
     ),
 }
 
 
-def shapes(setting):
-  recipe = recipes.RECIPES['grpo']
-  layout = SharedPrefix(10, 6, BUDGET)
-  return program_lib.Shapes(
-      step=steps.StepConfig(MODEL, recipe, layout=layout, chunk=64),
-      stacked=setting.stacked, trainable='.*',
-      optimizer=states.adamw(1e-3, total_steps=1), rows=8, micro=1,
-      slots=6 * BUDGET, length=layout.length, rollout=setting.config,
-      scored=True,
-  )
-
-
-@functools.cache
-def programs(name):
-  """(programs, engine) of a setting, compiled in little time at first use."""
-  setting = SETTINGS[name]
-  mesh = sharding.make_mesh(**setting.mesh)
-  made = program_lib.programs(shapes(setting), mesh)
-  decoding = program_lib.decoding(made, 'rollout')
-  return made, engines.Engine(setting.config, decoding, STOP)
-
-
-def place(name, params):
-  setting = SETTINGS[name]
-  params = transformer.stack(params) if setting.stacked else params
-  mesh = sharding.make_mesh(**setting.mesh)
-  known = program_lib.abstract(shapes(setting), mesh).params
-  return {k: jax.device_put(v, known[k].sharding) for k, v in params.items()}
-
-
-def generate(name, params, asked, root=ROOT, version=0, engine=None):
-  """{(group, sample): Completion}."""
-  setting = SETTINGS[name]
-  if not setting.config.prefix_len:
-    asked = [
-        r._replace(prefix=(), suffix=r.prefix + r.suffix) for r in asked
-    ]
-  engine = engine or programs(name)[1]
-  mesh = sharding.make_mesh(**setting.mesh)
-  with (
-      sharding.use(mesh),
-      mock.patch.object(program_lib, 'CPU_OPTIONS', compilation.FAST),
-  ):
-    batches_ = engine.generate(
-        place(name, params), version, asked, jax.random.key(root), BUDGET
-    )
-    return {(d.group, d.sample): d for batch in batches_ for d in batch}
-
-
-TEMPERATURES = 1.0, 0.0, 0.6, 1.5, 1.0, 1.0
-
-
-def requests():
-  """Prompts of 1 to 10 tokens, with prefixes of 0, 2 and 4 of them.
-
-  Groups 20 and 21 have one prompt.
-  """
-  rng = np.random.default_rng(0)
-  prefixes = (), (5, 9), (7, 7, 30, 2)
-  out = []
-  for g, size in enumerate((1, 6, 3, 5, 2, 6, 4)):
-    suffix = tuple(rng.integers(0, 40, size).tolist())
-    samples = tuple(enumerate(TEMPERATURES[: 6 - g % 3]))
-    out.append(engines.Request(20 + g, prefixes[g % 3], suffix, samples))
-  out[1] = out[0]._replace(group=21)
-  return out
+def generate(name, params, asked, **more):
+  return decoders.generate(SETTINGS[name], params, asked, **more)
 
 
 @functools.cache
@@ -145,22 +67,11 @@ def result(request):
 
 
 def logits(params, done):
-  """fp64 [n, V]: what predicts each token of a completion, from the start."""
-  request = next(r for r in requests() if r.group == done.group)
-  prompt = request.prefix + request.suffix
-  tokens = np.concatenate([prompt, done.tokens]).astype(int)
-  return reference.forward(MODEL, params, [tokens])[0, len(prompt) - 1 : -1]
+  return decoders.logits(MODEL, params, done, requests())
 
 
 def gap(params, found):
-  """Largest difference from the teacher-forced log-probabilities."""
-  worst = 0.0
-  for done in found.values():
-    z = logits(params, done) / (done.temperature or 1.0)
-    logp = z - np.logaddexp.reduce(z, axis=-1, keepdims=True)
-    chosen = logp[np.arange(len(z)), done.tokens]
-    worst = max(worst, np.abs(chosen - done.logp).max())
-  return worst
+  return decoders.gap(MODEL, params, found, requests())
 
 
 def test_log_probs_are_those_of_the_teacher_forced_model(params, result):
@@ -248,7 +159,7 @@ def test_a_model_without_opinions_draws_evenly_and_never_alike():
 
 def test_new_weights_never_meet_an_old_cache(params):
   moved = reference.random_params(MODEL, seed=1, scale=0.3)
-  made, engine = programs('wide')
+  made, engine = programs(SETTINGS['wide'])
   generate('wide', params, requests(), version=5, engine=engine)
   found = generate('wide', moved, requests(), version=6, engine=engine)
   assert gap(moved, found) < 1e-4
@@ -273,7 +184,7 @@ def test_a_second_call_compiles_nothing(params):
   assert len(found) == sum(len(r.samples) for r in requests()[1:4])
   assert not events
   assert {
-      p.compilations for k, p in programs('wide')[0].items()
+      p.compilations for k, p in programs(SETTINGS['wide'])[0].items()
       if k.startswith('rollout/')
   } == {1}
 
@@ -295,10 +206,13 @@ def test_the_trainer_gives_sampled_tokens_the_sampler_s_log_probs(params):
     groups.append(types.Group(
         request.group, batches.task(), tuple(members)
     ))
-  rows = packing.pack_groups(groups, prompt_len=10, samples=6, width=BUDGET)
+  rows = packing.pack_groups(
+      groups, prompt_len=decoders.ROOM, samples=6, width=BUDGET
+  )
   batch = packing.micro_batches(packing.pad_rows(rows, 8), 1)
-  score = programs('wide')[0]['score']
+  score = programs(SETTINGS['wide'])[0]['score']
   with mock.patch.object(program_lib, 'CPU_OPTIONS', compilation.FAST):
-    logp = score(place('wide', params), batch, np.int32(1))
+    placed = decoders.place(SETTINGS['wide'], params, 'score')
+    logp = score(placed, batch, np.int32(1))
   assert batch.mask.sum() == sum(len(d.tokens) for d in found.values())
   assert np.abs((logp - batch.behavior_logp) * batch.mask).max() < 1e-4

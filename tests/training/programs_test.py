@@ -312,9 +312,10 @@ def test_what_one_program_returns_another_takes():
     assert places(programs['rollout/admit'].arguments[1]) == places(slots)
     empty = programs['rollout/empty']()
   assert places(empty) == places(slots)
-  # Rows of decoding are spread like rows of training, heads over tensors.
+  # Rows of decoding are spread like rows of training, heads over tensors,
+  # columns of caches over the context.
   assert slots.keys[0].sharding == sharding.named(
-      mesh, ('batch', 'heads', None, None)
+      mesh, ('batch', 'heads', 'time', None)
   )
 
 

@@ -71,6 +71,8 @@ CASES = {
   'rollout.prefixes': (1, probes.prefill),
   'rollout.admit': (2, probes.admit),
   'rollout.refill': (3, probes.rollout_pauses),
+  'rollout.prefill_chunk': (8, probes.prefill),
+  'rollout.backend': ('blockwise', probes.prefill),
   'recipe.name': ('gspo', probes.train),
   'recipe.advantage': ('group_centered', probes.credited),
   'recipe.overlong': ('mask', probes.credited),
