@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from tools import mutants_context
+from tools import mutants_context, mutants_generation
 
 
 class Mutant(NamedTuple):
@@ -424,6 +424,10 @@ FAULTS = (
 
 MUTANTS = tuple(
   Mutant(file, old, new, tuple(tests.split()), says)
-  for file, tests, faults in (*FAULTS, *mutants_context.FAULTS)
+  for file, tests, faults in (
+    *FAULTS,
+    *mutants_context.FAULTS,
+    *mutants_generation.FAULTS,
+  )
   for says, old, new in faults
 )

@@ -119,6 +119,7 @@ def overflow(message: str) -> dict | None:
 
 
 def main():
+  """Reads the request, prints the verdict."""
   request = json.load(sys.stdin)
   config = ml_collections.ConfigDict(_tuples(request['config'])).lock()
   try:

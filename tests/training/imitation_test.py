@@ -11,6 +11,7 @@ import pytest
 
 from rlpost import sharding, types
 from rlpost.data import packing
+from rlpost.data import tokenizer as tokenizers
 from rlpost.models import config as model_configs
 from rlpost.models import transformer
 from rlpost.training import display as displays
