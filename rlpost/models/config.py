@@ -106,20 +106,23 @@ class ModelConfig:
     return self.num_layers * layer + tables + self.width + value
 
 
+_LLAMA31 = {
+    'rope_theta': 500_000.0, 'max_position': 131_072,
+    'rope_scaling': RopeScaling('llama3', 8.0, 8192),
+}
+
 CONFIGS = {
     'smollm2-135m': ModelConfig(
         vocab_size=49152, width=576, num_layers=30, num_heads=9,
         num_kv_heads=3, head_dim=64, hidden=1536, rope_theta=100_000.0,
     ),
-    'llama3-8b': ModelConfig(
+    'llama3.1-8b': ModelConfig(
         vocab_size=128256, width=4096, num_layers=32, num_heads=32,
-        num_kv_heads=8, head_dim=128, hidden=14336, rope_theta=500_000.0,
-        tied=False,
+        num_kv_heads=8, head_dim=128, hidden=14336, tied=False, **_LLAMA31,
     ),
-    'llama3-70b': ModelConfig(
+    'llama3.1-70b': ModelConfig(
         vocab_size=128256, width=8192, num_layers=80, num_heads=64,
-        num_kv_heads=8, head_dim=128, hidden=28672, rope_theta=500_000.0,
-        tied=False,
+        num_kv_heads=8, head_dim=128, hidden=28672, tied=False, **_LLAMA31,
     ),
     # 4M parameters with a toy vocabulary: the shape that benchmarks use.
     'small': ModelConfig(
