@@ -1,6 +1,6 @@
 """70B parameters, reinforcement learning on 32k tokens, on 64 v5p chips.
 
-  python -m experiments.plan --config=configs/tpu/llama70b_32k.py \
+  python -m experiments.plan --config=configs/tpu/llama70b_32k.py \\
     --topology=v5p:4x4x4
 
 A row is a prompt of 24,576 tokens with 8 completions of 1,024; an update takes

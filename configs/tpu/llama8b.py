@@ -1,13 +1,13 @@
 """8B parameters, reinforcement learning on long contexts, on 64 v5p chips.
 
-  python -m experiments.plan --config=configs/tpu/llama8b.py \
+  python -m experiments.plan --config=configs/tpu/llama8b.py \\
     --topology=v5p:4x4x4
-  python -m experiments.plan --config=configs/tpu/llama8b.py:1m \
+  python -m experiments.plan --config=configs/tpu/llama8b.py:1m \\
     --topology=v5p:4x4x4
 
 128k: a row is a prompt of 122,880 tokens with 8 completions of 1,024; an update
 takes 8 rows, 64 sequences, each row over 8 `context` devices. 1m: prompts of
-1,047,552 tokens (their last answers end at 2^20), 4 rows, 32 sequences, each row
+1,047,552 tokens, so that answers end at 2^20; 4 rows, 32 sequences, each row
 over 16 devices. GRPO with a KL term against a frozen reference. Products in
 bf16; parameters, reference and AdamW in fp32; layers scanned and computed again
 in the backward pass.
