@@ -87,7 +87,7 @@ def _piece(
       after = caches.newest(old.shape[2], end)
     keys.append(_where(seen))
     kept.append(after)
-  rules = [Rule(window) for window in model.windows]
+  rules = [Rule(window=window) for window in model.windows]
   masks = [
       score_masks(query, key, rule=rule) if backend == 'dense' else None
       for key, rule in zip(keys, rules, strict=True)

@@ -109,7 +109,7 @@ def test_a_whole_prompt_is_the_teacher_forced_model():
     where = causal(np.zeros((1, total), np.int32))
 
     def attend(q, k, v, window, where=where):
-      return attention(q, k, v, where, rule=Rule(window))
+      return attention(q, k, v, where, rule=Rule(window=window))
 
     expected = transformer.hidden(
         MODEL, params(), tokens()[a : a + 1, :total], at[:, :total], attend
