@@ -79,23 +79,35 @@ def _piece(
 
   query, keys, kept = _where(position), [], []
   for window, old in zip(model.windows, cache.position, strict=True):
-    new = caches.columns_of(position)
+    old, new = caches.columns_of(old), caches.columns_of(position)
     if window is None:
-      kept.append(put(caches.columns_of(old), new)[:, 0, :, 0])
-      keys.append(_where(kept[-1]))
+      seen = after = put(old, new)[:, 0, :, 0]
     else:
-      kept.append(caches.newest(old.shape[1], end))
-      both = caches.join(caches.columns_of(old), new, ways)
-      keys.append(_where(both[:, 0, :, 0]))
-  rules = [Rule(window) for window in model.windows]
-  masks = [None] * len(rules)
-  if backend == 'dense':
-    masks = [
-        score_masks(query, key, rule=rule)
-        for key, rule in zip(keys, rules, strict=True)
-    ]
+      seen = caches.join(old, new, ways)[:, 0, :, 0]
+      after = caches.newest(old.shape[2], end)
+    keys.append(_where(seen))
+    kept.append(after)
+  rules = [Rule(window=window) for window in model.windows]
+  masks = [
+      score_masks(query, key, rule=rule) if backend == 'dense' else None
+      for key, rule in zip(keys, rules, strict=True)
+  ]
   rope = transformer.rope(model, jnp.maximum(position, 0))
   axes = _layer_axes(model)
+
+  def update(kind, state, new, at):
+    """(keys and values that are seen, the layer's new state)."""
+    if model.windows[kind] is None:
+      after = [put(old, x, at) for old, x in zip(state, new, strict=True)]
+      return [caches.get(x, at) for x in after], after
+    before = [caches.get(x, at) for x in state]
+    pairs = list(zip(before, new, strict=True))
+    after = [caches.roll(*pair, kept[kind], begin) for pair in pairs]
+    if at is not None:
+      after = [
+          caches.put(old, x, 0, at) for old, x in zip(state, after, strict=True)
+      ]
+    return [caches.join(*pair, ways) for pair in pairs], after
 
   def one(kind, w, x, read, state, at):
     del read
@@ -104,26 +116,12 @@ def _piece(
 
     def attend(q, *new):
       new = [caches.placed(x.swapaxes(1, 2)) for x in new]
-      if model.windows[kind] is None:
-        after = [put(old, x, at) for old, x in zip(state, new, strict=True)]
-        seen = [caches.get(x, at) for x in after]
-      else:
-        before = [caches.get(x, at) for x in state]
-        pairs = list(zip(before, new, strict=True))
-        seen = [caches.join(*pair, ways) for pair in pairs]
-        after = [caches.roll(*pair, kept[kind], begin) for pair in pairs]
-        if at is not None:
-          after = [
-              caches.put(old, x, 0, at)
-              for old, x in zip(state, after, strict=True)
-          ]
-      after = [caches.kept(x) for x in after]
-      k, v = (x.swapaxes(1, 2) for x in seen)
+      seen, after = update(kind, state, new, at)
       o = attention(
-          q, k, v, query, keys[kind], backend=backend, rule=rules[kind],
-          masks=masks[kind],
+          q, *(x.swapaxes(1, 2) for x in seen), query, keys[kind],
+          backend=backend, rule=rules[kind], masks=masks[kind],
       )
-      return o, tuple(after)
+      return o, tuple(map(caches.kept, after))
 
     return transformer.block(model, w)(x, rope, attend)
 

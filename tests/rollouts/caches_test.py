@@ -31,6 +31,7 @@ SETTINGS = {
     'scanned, token by token': {'stacked': True, 'prefill_chunk': 1},
     'over 4': {'mesh': {'context': 4}},
     'over 4, scanned': {'mesh': {'context': 4}, 'stacked': True},
+    'over all axes': {'mesh': {'data': 2, 'tensor': 2, 'context': 2}},
     'over 4 by ring, in pieces': {
         'mesh': {'context': 4, 'tensor': 2}, 'prefill_chunk': 3,
         'backend': 'ring', 'stacked': True,

@@ -71,7 +71,7 @@ def setting(prompts, rows, *, mesh=None, stacked=False, model=MODEL, **more):
   )
 
 
-@functools.cache
+@functools.lru_cache(maxsize=16)  # a process may not hold them by hundreds
 def programs(setting_: Setting):
   """(programs, engine), compiled in little time at first use."""
   made = program_lib.programs(setting_.shapes(), setting_.make_mesh())

@@ -109,7 +109,7 @@ def test_a_whole_prompt_is_the_teacher_forced_model():
     where = causal(np.zeros((1, total), np.int32))
 
     def attend(q, k, v, window, where=where):
-      return attention(q, k, v, where, rule=Rule(window))
+      return attention(q, k, v, where, rule=Rule(window=window))
 
     expected = transformer.hidden(
         MODEL, params(), tokens()[a : a + 1, :total], at[:, :total], attend
@@ -122,8 +122,8 @@ def test_a_whole_prompt_is_the_teacher_forced_model():
 
 
 WIDE = ModelConfig(
-    vocab_size=96, width=64, num_layers=4, num_heads=8, num_kv_heads=4,
-    head_dim=16, hidden=256, windows=(None, 16),
+    vocab_size=96, width=64, num_layers=4, num_heads=32, num_kv_heads=8,
+    head_dim=8, hidden=256, windows=(None, 16),
 )
 RESIDENT = dict.fromkeys(('vocab', 'heads', 'hidden'), ('tensor', 'context'))
 
@@ -132,7 +132,7 @@ def compiled(name, stacked, **more):
   """A program of decoding, with matrices split over both axes of a mesh."""
   settings = decoders.setting(
       2, 2, mesh={'context': 4, 'tensor': 2}, stacked=stacked, model=WIDE,
-      prompt_len=448, prefix_len=64, width=64, **more,
+      prompt_len=448, prefix_len=64, width=512, **more,
   )
   mesh = settings.make_mesh()
   program = program_lib.programs(settings.shapes(), mesh)[f'rollout/{name}']
@@ -154,10 +154,10 @@ def compiled(name, stacked, **more):
 def test_a_decoded_token_moves_neither_weights_nor_caches(stacked):
   rows = 2 * 2
   sent = collectives.found(compiled('run', stacked))
-  # Activations and logits of all rows; a device has 1024 numbers of the
-  # smallest matrix, 4096 of a prompt's keys in a layer and 512 of a ring's.
+  # States of all rows. A device has 4 times as many numbers of the smallest
+  # matrix, and more of a layer's keys or of what weighs them.
   assert 'all-reduce' in {kind for kind, _ in sent}
-  assert max(n for _, n in sent) <= rows * WIDE.vocab_size
+  assert max(n for _, n in sent) <= rows * WIDE.num_heads * WIDE.head_dim // 2
 
 
 @pytest.mark.parametrize('chunk', [0, 224])
