@@ -40,7 +40,9 @@ PURE = (
   'models',
   'algorithms',
   'training/step.py',
+  'rollouts/cache.py',
   'rollouts/decode.py',
+  'rollouts/prefill.py',
 )
 EFFECTS = {'absl', 'io', 'logging', 'os', 'pathlib', 'subprocess', 'time'}
 EFFECTS |= {'etils', 'random', 'threading'}

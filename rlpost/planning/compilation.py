@@ -19,7 +19,7 @@ import ml_collections
 from rlpost import errors
 from rlpost.planning import topology
 
-_UNITS = {'': 1, 'K': 2**10, 'M': 2**20, 'G': 2**30, 'T': 2**40}
+_UNITS = {'K': 2**10, 'M': 2**20, 'G': 2**30, 'T': 2**40}
 
 
 def shapes_of(config, mesh):
@@ -106,14 +106,16 @@ def overflow(message: str) -> dict | None:
   """The verdict in an out-of-memory error; None if it is another error."""
   if 'RESOURCE_EXHAUSTED' not in message:
     return None
-  sizes = [
-      float(n) * _UNITS[unit]
-      for n, unit in re.findall(r'([\d.]+)([KMGT]?)(?=[ )]|$)', message)
-      if unit
-  ]
+  found = re.search(
+      r'([\d.]+)([KMGT])\)? (?:of|exceeds available HBM) \(?([\d.]+)([KMGT])',
+      message,
+  )
+  needed = limit = None
+  if found:
+    needed = float(found[1]) * _UNITS[found[2]]
+    limit = float(found[3]) * _UNITS[found[4]]
   return {
-      'fits': False, 'needed': max(sizes, default=None),
-      'limit': min(sizes, default=None),
+      'fits': False, 'needed': needed, 'limit': limit,
       'error': ' '.join(message.split())[:600],
   }
 

@@ -1,6 +1,5 @@
 """Prompts in, caches and the last hidden states out."""
 
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -16,14 +15,6 @@ def _where(position):
   """Tokens of one document: their order is their position, -1 is padding."""
   segment = jnp.where(position >= 0, 0, -1)
   return Where(position, position, segment, jnp.full_like(position, -2))
-
-
-@functools.cache
-def _layer_axes(config):
-  axes, prefix = transformer.spec(config).axes, 'layers/0/'
-  return {
-      k.removeprefix(prefix): v for k, v in axes.items() if k.startswith(prefix)
-  }
 
 
 def prefill(
@@ -93,7 +84,7 @@ def _piece(
       for key, rule in zip(keys, rules, strict=True)
   ]
   rope = transformer.rope(model, jnp.maximum(position, 0))
-  axes = _layer_axes(model)
+  axes = transformer.layer_axes(model)
 
   def update(kind, state, new, at):
     """(keys and values that are seen, the layer's new state)."""

@@ -125,7 +125,6 @@ WIDE = ModelConfig(
     vocab_size=96, width=64, num_layers=4, num_heads=32, num_kv_heads=8,
     head_dim=8, hidden=256, windows=(None, 16),
 )
-RESIDENT = dict.fromkeys(('vocab', 'heads', 'hidden'), ('tensor', 'context'))
 
 
 def compiled(name, stacked, **more):
@@ -140,7 +139,7 @@ def compiled(name, stacked, **more):
   placed = {
       k: jax.ShapeDtypeStruct(
           x.shape, x.dtype, sharding=NamedSharding(
-              mesh, PartitionSpec(*(RESIDENT.get(a) for a in axes[k]))
+              mesh, PartitionSpec(*(sharding.DECODING[a] for a in axes[k]))
           ),
       )
       for k, x in program.arguments[0].items()
