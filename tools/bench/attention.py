@@ -48,7 +48,7 @@ def _mesh(ways):
   return sharding.make_mesh(context=ways, devices=jax.devices()[:ways])
 
 
-def _attend(backend, q, k, v, *, zigzag=1, block=256):
+def _attend(backend, q, k, v, *, zigzag=1, block=128):
   """Causal attention of one document, its tokens spread in zigzag order."""
   from rlpost.ops import attention, context
 
@@ -115,7 +115,7 @@ def _ringattention(mesh):
   import ringattention
 
   settings = {
-      'causal_block_size': 1, 'query_chunk_size': 256, 'key_chunk_size': 256,
+      'causal_block_size': 1, 'query_chunk_size': 128, 'key_chunk_size': 128,
       'deterministic': True, 'dropout_rng': None, 'attn_pdrop': 0.0,
       'dtype': jnp.float32, 'policy': jax.checkpoint_policies.nothing_saveable,
       'precision': None, 'prevent_cse': False,
