@@ -71,15 +71,11 @@ def attention(
         q_BTHP, k_BSJP, v_BSJP, query, key, sink_H=sink_H, spec=spec
     )
   if backend == 'splash':
-    if key is not query:
-      raise errors.InputError(
-          "'splash' attends to a row's own keys alone. Use 'blockwise'."
-      )
-    # Needs Pallas for TPUs, which takes a second to import.
-    from rlpost.ops import splash
+    from rlpost.ops import splash  # Pallas takes a second to import
 
     return splash.attention(
-        q_BTHP, k_BSJP, v_BSJP, query, sink_H=sink_H, spec=spec, layout=layout
+        q_BTHP, k_BSJP, v_BSJP, query, key, sink_H=sink_H, spec=spec,
+        layout=layout,
     )
   if backend in context.WAYS:
     return context.attention(
@@ -90,8 +86,7 @@ def attention(
   if masks is None:
     masks = score_masks(query, key, rule=rule, layout=layout)
   q = visibility.blank(q_BTHP, query.segment)
-  k = visibility.blank(k_BSJP, key.segment)
-  v = visibility.blank(v_BSJP, key.segment)
+  k, v = (visibility.blank(x, key.segment) for x in (k_BSJP, v_BSJP))
   if layout is None:
     out = _dense(q, k, v, *masks, softcap, sink_H)
   else:

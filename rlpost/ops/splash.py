@@ -38,8 +38,8 @@ _LANES = 128  # edges of the kernel's blocks are multiples of this
 
 
 def attention(
-    q_BTHP, k_BTJP, v_BTJP, where: Where, *, sink_H=None,
-    spec: Spec = PLAIN_SPEC, layout: SharedPrefix | None = None,
+    q_BTHP, k_BTJP, v_BTJP, where: Where, key: Where | None = None, *,
+    sink_H=None, spec: Spec = PLAIN_SPEC, layout: SharedPrefix | None = None,
     interpret=False,
 ):
   """Softmax attention of rows to themselves; see the module for which rows.
@@ -47,14 +47,19 @@ def attention(
   Over a mesh, rows are spread as batches are and heads over the tensor axis.
 
   Args:
+    key: where the keys stand: None or `where` itself.
     interpret: run the kernel's steps one by one, on any device; for tests.
 
   Returns:
     [B, T, H, P] in the dtype of the queries; 0 at padding.
 
   Raises:
-    InputError: a rule or a mesh that the kernel does not serve.
+    InputError: keys, a rule or a mesh that the kernel does not serve.
   """
+  if key is not None and key is not where:
+    raise errors.InputError(
+        "'splash' attends to a row's own keys alone. Use 'blockwise'."
+    )
   mesh = jax.sharding.get_abstract_mesh()
   _check(spec.rule, layout, mesh)
   segment = where.segment

@@ -74,6 +74,20 @@ def test_what_the_kernel_does_not_serve_is_refused(options, message):
     attend(q, k, v, SAMPLES, **options)
 
 
+@pytest.mark.slow
+def test_rows_and_heads_spread_over_devices():
+  """The sinks too: each device takes those of its heads."""
+  kind = oracle.KINDS['sink']
+  where = oracle.layouts()['packed']
+  where = oracle.batch(*(type(where)(*(x[:2] for x in where)),) * 2)
+  args = oracle.arrays(1, 4, oracle.LENGTH, *HEADS, 8)
+  with sharding.use(sharding.make_mesh(data=2, tensor=2)):
+    got = run(kind, None, where, *args)
+  want = oracle.answer(kind, args, where, where)
+  oracle.assert_near(got[0], want[0], rtol=0, atol=2e-6)
+  oracle.assert_near(got[1], want[1], rtol=0, atol=1e-5)
+
+
 def test_rows_over_several_devices_are_refused():
   q, k, v, _ = oracle.rows(0, HEADS)
   with sharding.use(sharding.make_mesh(context=4)):

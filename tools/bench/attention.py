@@ -15,6 +15,7 @@ arguments and results take; the ratio is their share of the whole.
 
 import argparse
 import functools
+import importlib
 import importlib.util
 import json
 import statistics
@@ -112,8 +113,7 @@ def _ringattention(mesh):
   if importlib.util.find_spec('ringattention') is None:
     return None
   jax.lib.xla_bridge = jax.extend.backend  # where the package looks for it
-  import ringattention
-
+  package = importlib.import_module('ringattention')
   settings = {
       'causal_block_size': 1, 'query_chunk_size': 128, 'key_chunk_size': 128,
       'deterministic': True, 'dropout_rng': None, 'attn_pdrop': 0.0,
@@ -122,7 +122,7 @@ def _ringattention(mesh):
   }
 
   def attend(q, k, v):
-    return ringattention.ringattention_jax(
+    return package.ringattention_jax(
         q, k, v, None, None, None, 'context', True, settings
     )
 
