@@ -57,7 +57,7 @@ FAULTS = (
     ('a token does not see itself',
      '<= query.order[:, :, None]', '< query.order[:, :, None]'),
     ('a window is one token too wide',
-     'distance < rule.window', 'distance <= rule.window'),
+     'query - key < rule.window', 'query - key <= rule.window'),
     ('positions run on over the documents of a row',
      'Where(order, order - start,', 'Where(order, order,'),
     ('padding is weighed with 0 but not blanked',

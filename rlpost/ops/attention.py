@@ -16,7 +16,7 @@ from rlpost.ops.visibility import (
 )
 
 causal = visibility.causal
-BACKENDS = 'dense', 'blockwise', *context.WAYS
+BACKENDS = 'dense', 'blockwise', 'splash', *context.WAYS
 
 
 def attention(
@@ -33,14 +33,16 @@ def attention(
     key: where the keys stand; the same as `query` if None.
     backend: one of `BACKENDS`. 'dense' holds all scores, 'blockwise' holds
       `block` x `block`; 'ring', 'all_gather' and 'ulysses' are blockwise over
-      tokens that are spread over the context axis of the mesh.
+      tokens that are spread over the context axis of the mesh; 'splash' is
+      the TPU kernel for whole rows of the kinds that `ops.splash` lists.
     rule: what else decides who sees whom.
     softcap: scores s become softcap tanh(s / softcap) before the softmax
       (Gemma 2, 2024, arXiv:2408.00118).
     sink_H: a learned logit per head that takes part in the softmax with
       nothing behind it, so that the weights may sum to less than 1 (gpt-oss,
       2025, arXiv:2508.10925).
-    layout: a promise that lets 'dense' skip scores between samples.
+    layout: a promise that lets 'dense' and 'splash' skip scores between
+      samples.
     block: edge of a block for all but 'dense', in tokens.
     masks: what `score_masks` gives for the same arguments; for 'dense', where
       several layers share them.
@@ -68,6 +70,13 @@ def attention(
     return blockwise.attention(
         q_BTHP, k_BSJP, v_BSJP, query, key, sink_H=sink_H, spec=spec
     )
+  if backend == 'splash':
+    from rlpost.ops import splash  # Pallas takes a second to import
+
+    return splash.attention(
+        q_BTHP, k_BSJP, v_BSJP, query, key, sink_H=sink_H, spec=spec,
+        layout=layout,
+    )
   if backend in context.WAYS:
     return context.attention(
         backend, q_BTHP, k_BSJP, v_BSJP, query, key, sink_H=sink_H, spec=spec
@@ -77,8 +86,7 @@ def attention(
   if masks is None:
     masks = score_masks(query, key, rule=rule, layout=layout)
   q = visibility.blank(q_BTHP, query.segment)
-  k = visibility.blank(k_BSJP, key.segment)
-  v = visibility.blank(v_BSJP, key.segment)
+  k, v = (visibility.blank(x, key.segment) for x in (k_BSJP, v_BSJP))
   if layout is None:
     out = _dense(q, k, v, *masks, softcap, sink_H)
   else:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from rlpost import sharding
 from rlpost.ops import attention as attention_ops
@@ -39,6 +40,13 @@ KINDS = {
     'all': Kind(Rule(9, chunk=16, first=2), 2.0, True),
     'all both ways': Kind(Rule(9, False, 16, 2), 2.0, True),
 }
+
+# All of them, most in the slow suite: the others meet every branch.
+QUICK = 'causal', 'window both ways', 'first and chunk', 'all'
+kinds = pytest.mark.parametrize('kind', [
+    pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
+    for name in KINDS
+])
 
 
 def sees(query, key, b, t, s, rule):

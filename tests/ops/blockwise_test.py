@@ -31,7 +31,7 @@ def program():
   return lambda *args: jax.tree.map(np.asarray, jitted(*args))
 
 
-@pytest.mark.parametrize('kind', oracle.KINDS)
+@oracle.kinds
 def test_equals_the_pairwise_oracle(kind):
   kind = oracle.KINDS[kind]
   args = oracle.rows(0)

@@ -1,4 +1,6 @@
-"""The ring as a TPU would run it: compiled ahead of time, no TPU needed.
+"""The ring and the kernel as a TPU runs them: compiled ahead of time.
+
+No TPU is needed.
 
 Needs the extra `tpu-aot`. In a process of its own: a compiler for TPUs must
 know of it before JAX starts.
@@ -52,20 +54,58 @@ with sharding.use(mesh):
   ]
 print(json.dumps(texts))
 """
+SPLASH = """
+import functools, json
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+from rlpost import sharding
+from rlpost.ops import attention
+
+def loss(layout, q, k, v, sink, segment):
+  where = attention.causal(segment)
+  out = attention.attention(
+      q, k, v, where, backend='splash', block=512, layout=layout,
+      softcap=30.0, sink_H=sink,
+  )
+  return out.astype(jnp.float32).sum()
+
+found = topologies.get_topology_desc(platform='tpu', topology_name='v5e:2x4')
+mesh = sharding.make_mesh(data=4, tensor=2, devices=list(found.devices))
+texts = []
+with sharding.use(mesh):
+  def shape(dtype, axes, *size):
+    place = sharding.named(mesh, axes)
+    return jax.ShapeDtypeStruct(size, dtype, sharding=place)
+
+  axes = 'batch', None, 'heads', None
+  for layout, width in (None, 128), (attention.SharedPrefix(1000, 3, 512), 64):
+    q, k = (shape(jnp.bfloat16, axes, 4, 2536, h, width) for h in (8, 2))
+    sink = shape(jnp.float32, ('heads',), 8)
+    segment = shape(jnp.int32, ('batch', None), 4, 2536)
+    step = jax.jit(jax.grad(functools.partial(loss, layout), (0, 1, 2, 3)))
+    texts.append(step.lower(q, k, k, sink, segment).compile().as_text())
+print(json.dumps(texts))
+"""
 
 
-@pytest.fixture(scope='module')
-def texts():
-  """Scheduled programs of the output and of the gradient."""
+def compiled(program):
+  """The texts that a program prints, compiled in a process of its own."""
   env = os.environ | {
       'JAX_PLATFORMS': 'cpu', 'ALLOW_MULTIPLE_LIBTPU_LOAD': '1',
       'TPU_SKIP_MDS_QUERY': '1',
   }
   done = subprocess.run(
-      [sys.executable, '-c', PROGRAM], check=True, text=True,
+      [sys.executable, '-c', program], check=True, text=True,
       stdout=subprocess.PIPE, env=env,
   )
   return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope='module')
+def texts():
+  """Scheduled programs of the output and of the gradient."""
+  return compiled(PROGRAM)
 
 
 def hops(text):
@@ -94,3 +134,10 @@ def test_most_of_what_travels_backward_does_so_too(texts):
   assert forward == (4, 4)
   total, hidden = backward
   assert total == 6 and hidden >= 0.8 * total
+
+
+def test_the_kernel_compiles_with_its_own_gradient():
+  """One kernel for the output, two for the gradients; nothing is gathered."""
+  for text in compiled(SPLASH):
+    assert text.count('custom_call_target="tpu_custom_call"') == 3
+    assert 'all-gather' not in text and 'all-to-all' not in text

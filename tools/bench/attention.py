@@ -15,6 +15,7 @@ arguments and results take; the ratio is their share of the whole.
 
 import argparse
 import functools
+import importlib
 import importlib.util
 import json
 import statistics
@@ -48,7 +49,7 @@ def _mesh(ways):
   return sharding.make_mesh(context=ways, devices=jax.devices()[:ways])
 
 
-def _attend(backend, q, k, v, *, zigzag=1, block=256):
+def _attend(backend, q, k, v, *, zigzag=1, block=128):
   """Causal attention of one document, its tokens spread in zigzag order."""
   from rlpost.ops import attention, context
 
@@ -112,17 +113,16 @@ def _ringattention(mesh):
   if importlib.util.find_spec('ringattention') is None:
     return None
   jax.lib.xla_bridge = jax.extend.backend  # where the package looks for it
-  import ringattention
-
+  package = importlib.import_module('ringattention')
   settings = {
-      'causal_block_size': 1, 'query_chunk_size': 256, 'key_chunk_size': 256,
+      'causal_block_size': 1, 'query_chunk_size': 128, 'key_chunk_size': 128,
       'deterministic': True, 'dropout_rng': None, 'attn_pdrop': 0.0,
       'dtype': jnp.float32, 'policy': jax.checkpoint_policies.nothing_saveable,
       'precision': None, 'prevent_cse': False,
   }
 
   def attend(q, k, v):
-    return ringattention.ringattention_jax(
+    return package.ringattention_jax(
         q, k, v, None, None, None, 'context', True, settings
     )
 

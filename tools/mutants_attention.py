@@ -1,0 +1,45 @@
+"""Faults of attention's kinds and of its spreading; see `mutants_list`."""
+
+FAULTS = (
+  ('rlpost/ops/visibility.py', 'tests/ops/attention_test.py::test_visible_is_'
+   'the_pairwise_rule', (
+    ('a bidirectional rule keeps the order',
+     'if rule.causal:\n    seen', 'if True:\n    seen'),
+    ('a bidirectional window reaches ahead without end',
+     'tests.append(key - query < rule.window)', 'tests.append(key == key)'),
+    ('the first positions are one too many',
+     'key < rule.first', 'key <= rule.first'),
+  )),
+  ('rlpost/ops/blockwise.py', 'tests/ops/blockwise_test.py::test_no_visible_'
+   'pair_is_skipped', (
+    ('a block of the first positions is skipped',
+     'near |= least < rule.first', 'near |= least < 0'),
+    ('a block of the same chunk is skipped',
+     'low // rule.chunk <= most', 'low // rule.chunk < most'),
+  )),
+  ('rlpost/ops/blockwise.py', 'tests/ops/blockwise_test.py::test_equals_the_'
+   'pairwise_oracle', (
+    ('the gradient takes the soft cap for the identity',
+     'd_s *= _slope(scores, spec.softcap)', 'd_s *= 1.0'),
+    ('the sink has the other sign',
+     'jax.nn.sigmoid(lse_BTH - sink_H', 'jax.nn.sigmoid(lse_BTH + sink_H'),
+  )),
+  ('rlpost/ops/attention.py', 'tests/ops/attention_test.py::test_dense_equals_'
+   'the_pairwise_oracle', (
+    ('dense attention leaves out the sink',
+     '_softmax([*scores, sink], [*seen, True])[:-1]', '_softmax(scores, seen)'),
+  )),
+  ('rlpost/ops/context.py', 'tests/ops/context_test.py::test_equals_the_'
+   'pairwise_oracle', (
+    ('each device takes the sinks of the first heads',
+     'sink_H.reshape(ways, -1)[jax.lax.axis_index(AXIS)]',
+     'sink_H.reshape(ways, -1)[0]'),
+    ('the ring drops the gradient of the log-sum-exp',
+     'cut_pull(d_out, d_lse, out,', 'cut_pull(d_out, 0 * d_lse, out,'),
+  )),
+  ('rlpost/ops/context.py', 'tests/ops/context_faults_test.py::test_zigzag_'
+   'keeps_all_devices_busy', (
+    ('zigzag gives a device neighbouring chunks',
+     'for c in (i, 2 * ways - 1 - i)', 'for c in (2 * i, 2 * i + 1)'),
+  )),
+)
