@@ -4,7 +4,8 @@ FAULTS = (
   ('rlpost/ops/visibility.py', 'tests/ops/attention_test.py::test_visible_is_'
    'the_pairwise_rule', (
     ('a bidirectional rule keeps the order',
-     'if rule.causal:\n    seen', 'if True:\n    seen'),
+     'query.order[:, :, None]) | (not rule.causal)',
+     'query.order[:, :, None])'),
     ('a bidirectional window reaches ahead without end',
      'tests.append(key - query < rule.window)', 'tests.append(key == key)'),
     ('the first positions are one too many',

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from tools import mutants_context, mutants_generation
+from tools import mutants_attention, mutants_context, mutants_generation
 
 
 class Mutant(NamedTuple):
@@ -426,6 +426,7 @@ MUTANTS = tuple(
   Mutant(file, old, new, tuple(tests.split()), says)
   for file, tests, faults in (
     *FAULTS,
+    *mutants_attention.FAULTS,
     *mutants_context.FAULTS,
     *mutants_generation.FAULTS,
   )

@@ -18,7 +18,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import PartitionSpec
 
 from rlpost import errors, sharding
@@ -27,26 +26,6 @@ from rlpost.ops.blockwise import PLAIN_SPEC, Spec
 from rlpost.ops.visibility import Where, blank
 
 AXIS = sharding.RULES['time']
-
-
-def zigzag(length: int, ways: int) -> np.ndarray:
-  """int32 [length]: the token in each place, so that devices work alike.
-
-  The sequence is cut into 2 `ways` chunks; device i holds chunks i and
-  2 `ways` - 1 - i, so under a causal mask each has the same number of visible
-  pairs. `np.argsort` gives the way back.
-
-  Raises:
-    InputError: the length does not divide by 2 `ways`.
-  """
-  if length % (2 * ways):
-    raise errors.InputError(
-        f'{length=} tokens must divide by {2 * ways}, two chunks for each of '
-        f'{ways} devices; pad to {-(-length // (2 * ways)) * 2 * ways}.'
-    )
-  chunks = np.arange(length, dtype=np.int32).reshape(2 * ways, -1)
-  order = [c for i in range(ways) for c in (i, 2 * ways - 1 - i)]
-  return chunks[order].reshape(-1)
 
 
 def attention(

@@ -115,8 +115,7 @@ def visible(query: Where, key: Where, rule: Rule = PLAIN):
   own = query.segment[:, :, None] == segment
   parent = query.parent[:, :, None] == segment
   seen = (own | parent) & (segment >= 0) & (query.segment[:, :, None] >= 0)
-  if rule.causal:
-    seen &= key.order[:, None, :] <= query.order[:, :, None]
+  seen &= (key.order[:, None, :] <= query.order[:, :, None]) | (not rule.causal)
   near = _near(query.position[:, :, None], key.position[:, None, :], rule)
   return seen if near is None else seen & near
 

@@ -224,8 +224,16 @@ def check_reach(model, engine: engines.EngineConfig) -> None:
 
 
 def check_backend(backend: str, mesh) -> None:
-  """Raises unless attention computes on each device its own tokens only."""
+  """Raises unless these devices can run it, each on its own tokens only."""
   ways = mesh.shape['context']
+  real = getattr(mesh, 'devices', None)  # an abstract mesh has none
+  if backend == 'splash' and real is not None:
+    platform = real.flat[0].platform
+    if platform != 'tpu':
+      raise errors.InputError(
+          f"train.{backend=} is a kernel for TPUs, these devices are "
+          f"{platform}; choose 'dense' or 'blockwise'."
+      )
   if ways > 1 and backend not in context.WAYS:
     raise errors.InputError(
         f'train.{backend=} would have each of the {ways} devices of '
@@ -253,8 +261,8 @@ def shapes(config, mesh, measured=(0, 0, 0)) -> program_lib.Shapes:
   check_reach(section.model, decoding[0])
   prompt = decoding[0].prefix_len + decoding[0].prompt_len
   slots = rollout.samples * rollout.max_new
-  layout = None  # is of use where all scores are held
-  if train.backend == 'dense':
+  layout = None  # is of use where the mask of a row is one of its shape
+  if train.backend in ('dense', 'splash'):
     layout = SharedPrefix(prompt, rollout.samples, rollout.max_new)
   return program_lib.Shapes(
       step=steps.StepConfig(

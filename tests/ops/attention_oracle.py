@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from rlpost import sharding
+from rlpost.data import zigzag
 from rlpost.ops import attention as attention_ops
-from rlpost.ops import context
 from rlpost.ops.attention import PLAIN, Rule, Where
 
 LENGTH = 40
@@ -204,7 +204,7 @@ def layouts():
       'shuffled': batch(
           shuffled(prefix)[0], shuffled(documents(19, 21))[0], padding),
       'zigzag': batch(*(
-          Where(*(x[:, context.zigzag(LENGTH, 4)] for x in row))
+          Where(*(x[:, zigzag.places(LENGTH, 4)] for x in row))
           for row in (documents(LENGTH), documents(5, 28, -7), padding))),
   }
 

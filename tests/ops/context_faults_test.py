@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from rlpost.data import zigzag
 from rlpost.ops import blockwise, context
 from rlpost.ops.attention import Where
 from tests.ops import attention_oracle as oracle
@@ -140,7 +141,7 @@ def critical_path(where, ways):
 def test_zigzag_keeps_all_devices_busy(documents):
   length, ways = 2**15, 8
   row = oracle.documents(*[length // documents] * documents)
-  order = context.zigzag(length, ways)
+  order = zigzag.places(length, ways)
   longest, mean = critical_path(Where(*(x[:, order] for x in row)), ways)
   assert longest <= 1.05 * mean
   if documents == 1:  # 64 blocks: half of all pairs, for each device an eighth

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from rlpost import errors, sharding
+from rlpost.data import zigzag
 from rlpost.ops import attention as ops
 from rlpost.ops import context
 from tests.ops import attention_oracle as oracle
@@ -64,22 +65,10 @@ def test_all_kinds_layouts_sizes_and_ratios(kind, way, ways, heads):
   check(way, kind, heads=heads, context=ways)
 
 
-@pytest.mark.parametrize('ways', [1, 2, 4])
-def test_zigzag_is_a_permutation_and_shares_the_work(ways):
-  length = 48
-  order = context.zigzag(length, ways)
-  np.testing.assert_array_equal(np.sort(order), np.arange(length))
-  # A causal query sees as many keys as its order; each device has as many.
-  work = (order + 1).reshape(ways, -1).sum(1)
-  assert len(set(work.tolist())) == 1
-  with pytest.raises(errors.InputError, match='pad to 56'):
-    context.zigzag(49, 4)
-
-
 def test_zigzag_changes_nothing_but_the_place():
   where = LAYOUTS['shared prefix']
   args = oracle.rows(3, HEADS)
-  order = context.zigzag(oracle.LENGTH, 4)
+  order = zigzag.places(oracle.LENGTH, 4)
   run = oracle.program('ring', context=4)
   out, grads = run(*args, where, where)
   moved = jax.tree.map(lambda x: x[:, order], (*args, where, where))
