@@ -38,9 +38,4 @@ FAULTS = (
     ('the ring drops the gradient of the log-sum-exp',
      'cut_pull(d_out, d_lse, out,', 'cut_pull(d_out, 0 * d_lse, out,'),
   )),
-  ('rlpost/ops/context.py', 'tests/ops/context_faults_test.py::test_zigzag_'
-   'keeps_all_devices_busy', (
-    ('zigzag gives a device neighbouring chunks',
-     'for c in (i, 2 * ways - 1 - i)', 'for c in (2 * i, 2 * i + 1)'),
-  )),
 )
