@@ -8,9 +8,9 @@
 128k: a row is a prompt of 122,880 tokens with 8 completions of 1,024; an update
 takes 8 rows, 64 sequences, each row over 8 `context` devices. 1m: prompts of
 1,047,552 tokens, so that answers end at 2^20; 4 rows, 32 sequences, one row at
-a time over all 64 devices. GRPO with a KL term against a frozen reference. Products in
-bf16; parameters, reference and AdamW in fp32; layers scanned and computed again
-in the backward pass.
+a time over all 64 devices. GRPO with a KL term against a frozen reference.
+Products in bf16; parameters, reference and AdamW in fp32; layers scanned and
+computed again in the backward pass.
 """
 
 import ml_collections

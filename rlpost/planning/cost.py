@@ -28,28 +28,28 @@ def causal_pairs(queries: int, before: int = 0, window=None) -> int:
   return causal_pairs(short, before) + (queries - short) * window
 
 
+def layer_pairs(
+    config: ModelConfig, queries: int, before: int = 0, sequences: int = 1
+) -> float:
+  """`causal_pairs` of a layer of the model, the mean over its windows."""
+  pairs = sum(causal_pairs(queries, before, w) for w in config.windows)
+  return sequences * pairs / len(config.windows)
+
+
 def forward_flops(
-    config: ModelConfig, *, tokens: int, queries: int = 0, before: int = 0,
-    sequences: int = 1, logits: int,
+    config: ModelConfig, *, tokens: float, pairs: float, logits: float
 ) -> float:
   """Of the products of a forward pass.
 
   Args:
     tokens: that pass the layers.
-    queries, before: of each sequence, tokens that attend and tokens that
-      stand before them; see `causal_pairs`.
-    sequences: how many of them.
+    pairs: (query, key) of a layer that may see each other.
     logits: positions whose logits are used.
   """
   heads = config.num_heads * config.head_dim
   layer = config.width * (config.qkv_rows + heads + 3 * config.hidden)
-  each = config.num_layers / len(config.windows)
-  pairs = sum(
-      each * sequences * causal_pairs(queries, before, w)
-      for w in config.windows
-  )
-  products = 2.0 * config.num_layers * layer * tokens + 4 * heads * pairs
-  return products + 2.0 * config.width * config.vocab_size * logits
+  inside = config.num_layers * (2.0 * layer * tokens + 4 * heads * pairs)
+  return inside + 2.0 * config.width * config.vocab_size * logits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,40 +88,30 @@ def work(shapes: Shapes, name: str) -> Work | None:
   prompt = engine.prefix_len + engine.prompt_len
   if function == 'admit':
     count = engine.admit or engine.prompts
-    flops = forward_flops(
-        model, tokens=count * engine.prompt_len, queries=engine.prompt_len,
-        before=engine.prefix_len, sequences=count, logits=0,
-    )
-    return Work(flops, 0.0, count * engine.prompt_len, 'prefill of prompts')
+    tokens = count * engine.prompt_len
+    pairs = layer_pairs(model, engine.prompt_len, engine.prefix_len, count)
+    flops = forward_flops(model, tokens=tokens, pairs=pairs, logits=0)
+    return Work(flops, 0.0, tokens, 'prefill of prompts')
   if function == 'run':
-    flops = forward_flops(
-        model, tokens=engine.batch, queries=1,
-        before=prompt + engine.width // 2, sequences=engine.batch,
-        logits=engine.batch,
-    )
-    return Work(flops, 0.0, engine.batch, 'token of every row')
+    rows = engine.batch
+    pairs = layer_pairs(model, 1, prompt + engine.width // 2, rows)
+    flops = forward_flops(model, tokens=rows, pairs=pairs, logits=rows)
+    return Work(flops, 0.0, rows, 'token of every row')
   return None
 
 
 def _rows_flops(shapes: Shapes, rows: int, tokens: int, slots: int) -> float:
   model, engine = shapes.step.model, shapes.rollout
-  logits = rows * slots
   if engine is None:  # documents; the most that they can be is one of a row
-    return forward_flops(
-        model, tokens=tokens, queries=shapes.length, sequences=rows,
-        logits=logits,
-    )
-  prompt = engine.prefix_len + engine.prompt_len
-  samples = slots // engine.width
-  products = forward_flops(model, tokens=tokens, logits=logits)
-  for queries, before, count in (
-      (prompt, 0, rows), (engine.width, prompt, rows * samples)
-  ):
-    products += forward_flops(
-        model, tokens=0, queries=queries, before=before, sequences=count,
-        logits=0,
-    )
-  return products
+    pairs = layer_pairs(model, shapes.length, 0, rows)
+  else:
+    prompt = engine.prefix_len + engine.prompt_len
+    samples = slots // engine.width
+    pairs = layer_pairs(model, prompt, 0, rows)
+    pairs += layer_pairs(model, engine.width, prompt, rows * samples)
+  return forward_flops(
+      model, tokens=tokens, pairs=pairs, logits=rows * slots
+  )
 
 
 def device_bytes(leaf) -> int:

@@ -39,6 +39,8 @@ def main(argv=None) -> None:
   """Prints one line."""
   args = _arguments(argv)
   measure.use_threads(args.threads)
+  from rlpost.planning import cost as planned
+  from rlpost.planning import roofline, topology
   from rlpost.training import programs as program_lib
   from tools.bench import workload
 
@@ -66,6 +68,12 @@ def main(argv=None) -> None:
     logits=trained,
   )
   rate = cost.flops / statistics.median(seconds[1:]) / 1e9
+  # What the planner would say of a chip with this machine's limits.
+  chip = topology.Chip(1, limits.gemm * 1e9, 0, limits.stream * 1e9, 1, 1)
+  bound = roofline.roofline(
+    planned.work(shapes, 'train'), chip, 1,
+    hbm_bytes=shapes.micro * planned.weight_bytes(shapes, 1) * 2 + cost.bytes,
+  )
   name = f'train_{args.shape}_{args.batch}x{args.length}'
   measure.emit(
     name + ('' if args.remat == 'none' else f'_remat_{args.remat}'),
@@ -81,6 +89,8 @@ def main(argv=None) -> None:
     trained_tokens=trained,
     model_flops=cost.flops,
     limit_is='gemm',
+    planned_cpu_s=bound.seconds,
+    measured_over_planned=statistics.median(seconds[1:]) / bound.seconds,
     rows_per_micro_batch=args.rows,
     temporary_bytes=program.memory_analysis().temp_size_in_bytes,
     gemm_gflop_per_cpu_s=limits.gemm,

@@ -24,6 +24,7 @@ from rlpost.algorithms import recipes
 from rlpost.data import packing
 from rlpost.models import config as model_configs
 from rlpost.ops.attention import SharedPrefix
+from rlpost.planning.cost import causal_pairs, forward_flops
 from rlpost.rewards import normalize
 from rlpost.rollouts import engine as engines
 from rlpost.training import credit, state, step
@@ -89,26 +90,6 @@ def recipe() -> recipes.Recipe:
 def optimizer():
   """AdamW with every term in use, at a rate that changes no reward."""
   return state.adamw(LEARNING_RATE, total_steps=1000, weight_decay=0.01)
-
-
-def forward_flops(config, *, tokens, pairs, logits) -> float:
-  """Of the products of a forward pass.
-
-  Args:
-    config: a `ModelConfig`.
-    tokens: that pass the layers.
-    pairs: (query, key) that may see each other.
-    logits: positions whose logits are used.
-  """
-  heads = config.num_heads * config.head_dim
-  layer = config.width * (config.qkv_rows + heads + 3 * config.hidden)
-  inside = config.num_layers * (2 * layer * tokens + 4 * heads * pairs)
-  return inside + 2 * config.width * config.vocab_size * logits
-
-
-def causal_pairs(queries: int, before: int = 0) -> int:
-  """Pairs of `queries` tokens in a row that follow `before` others."""
-  return queries * before + queries * (queries + 1) // 2
 
 
 def prefill_cost(config, prompts: int, prompt_len: int) -> Cost:
