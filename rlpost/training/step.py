@@ -169,7 +169,9 @@ def gradient(
     return *out, sound_B[None]
 
   def add(i, carry):
-    grads, terms, metrics, sound_B = at(i)
+    # XLA would sum the gradient over devices once, after the loop, and holds
+    # it whole until then; where it is scattered as well, its pass fails.
+    grads, terms, metrics, sound_B = jax.lax.optimization_barrier(at(i))
     total = jax.tree.map(jnp.add, (grads, terms), carry[:2])
     metrics = diagnostics.merge(carry[2], metrics)
     return *total, metrics, carry[3].at[i].set(sound_B)

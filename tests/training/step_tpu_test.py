@@ -12,6 +12,8 @@ import sys
 
 import pytest
 
+from rlpost.planning import topology
+
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
@@ -31,7 +33,7 @@ found = topologies.get_topology_desc(platform='tpu', topology_name='v5e:2x4')
 mesh = sharding.make_mesh(fsdp=2, context=4, devices=list(found.devices))
 model = config.ModelConfig(
     vocab_size=4096, width=1024, num_layers=3, num_heads=8, num_kv_heads=4,
-    head_dim=128, hidden=2048,
+    head_dim=128, hidden=2048, tied=MICRO == 1,
 )
 shapes = programs.Shapes(
     step=step.StepConfig(
@@ -39,7 +41,7 @@ shapes = programs.Shapes(
         dtype='bfloat16',
     ),
     stacked=True, trainable='.*', optimizer=state.adamw(1.0, total_steps=2),
-    rows=2, micro=1, slots=256, length=8192,
+    rows=2, micro=MICRO, slots=256, length=8192,
 )
 with sharding.use(mesh):
   train = programs.programs(shapes, mesh)['train']
@@ -47,16 +49,17 @@ with sharding.use(mesh):
 """
 
 
-def test_matrices_are_gathered_and_their_gradients_scattered_one_axis_a_time():
-  env = os.environ | {
-      'JAX_PLATFORMS': 'cpu', 'ALLOW_MULTIPLE_LIBTPU_LOAD': '1',
-      'TPU_SKIP_MDS_QUERY': '1',
-  }
+def compiled(micro):
+  """The update's HLO; with several micro-batches, of a model with a head."""
   done = subprocess.run(
-      [sys.executable, '-c', PROGRAM], check=True, text=True,
-      stdout=subprocess.PIPE, env=env,
+      [sys.executable, '-c', PROGRAM.replace('MICRO', str(micro))], check=True,
+      text=True, stdout=subprocess.PIPE, env=os.environ | topology.ENVIRONMENT,
   )
-  text = json.loads(done.stdout.splitlines()[-1])
+  return json.loads(done.stdout.splitlines()[-1])
+
+
+def moved(text):
+  """Sizes of matrices that devices gather, scatter and sum, three sets."""
   scattered, summed, gathered = set(), set(), set()
   for body in re.split(r'\n(?=(?:ENTRY )?%?[\w.\-]+ \()', text):
     fused = body.startswith('%all-reduce-scatter')
@@ -66,6 +69,16 @@ def test_matrices_are_gathered_and_their_gradients_scattered_one_axis_a_time():
       into = gathered if kind == 'all-gather' else summed
       size = tuple(int(n) for n in shape.split(',') if n != '1')
       (scattered if fused else into).add(size)
+  return gathered, scattered, summed
+
+
+@pytest.mark.parametrize('micro', [1, 2])
+def test_matrices_are_gathered_and_their_gradients_scattered_one_axis_a_time(
+    micro
+):
+  """Also where gradients of micro-batches are summed in a loop, whence XLA
+  would move the sum over devices, and fails at a head of its own."""
+  gathered, scattered, summed = moved(compiled(micro))
   # qkv, out, gate_up, down: the width is 1024.
   matrices = {(2048, 1024), (1024, 1024), (4096, 1024), (1024, 2048)}
   assert matrices <= gathered
