@@ -7,8 +7,8 @@
 
 128k: a row is a prompt of 122,880 tokens with 8 completions of 1,024; an update
 takes 8 rows, 64 sequences, each row over 8 `context` devices. 1m: prompts of
-1,047,552 tokens, so that answers end at 2^20; 4 rows, 32 sequences, one row at
-a time over all 64 devices. GRPO with a KL term against a frozen reference.
+1,047,552 tokens, so that answers end at 2^20; one row, 8 sequences, over all 64
+devices. GRPO with a KL term against a frozen reference.
 Products in bf16; parameters, reference and AdamW in fp32; layers scanned and
 computed again in the backward pass.
 """
@@ -96,8 +96,7 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
 def _million(config):
   config.model.rope.kind = 'yarn'
   config.mesh.fsdp, config.mesh.context = 1, 64
-  config.rollout.prompts = config.rollout.slots = 4
-  config.rollout.admit = 1
+  config.rollout.prompts = config.rollout.slots = config.rollout.admit = 1
   config.rollout.prompt_len = 2**20 - 1024 - config.rollout.max_new
   config.rollout.prefill_chunk = 65_536
-  config.train.rows, config.train.groups = 1, 4
+  config.train.rows = config.train.groups = 1

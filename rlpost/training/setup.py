@@ -226,9 +226,8 @@ def check_reach(model, engine: engines.EngineConfig) -> None:
 def check_backend(backend: str, mesh) -> None:
   """Raises unless these devices can run it, each on its own tokens only."""
   ways = mesh.shape['context']
-  real = getattr(mesh, 'devices', None)  # an abstract mesh has none
-  if backend == 'splash' and real is not None:
-    platform = real.flat[0].platform
+  if backend == 'splash' and isinstance(mesh, jax.sharding.Mesh):
+    platform = mesh.devices.flat[0].platform  # an abstract mesh has none
     if platform != 'tpu':
       raise errors.InputError(
           f"train.{backend=} is a kernel for TPUs, these devices are "
