@@ -126,14 +126,21 @@ def device_bytes(leaf) -> int:
 def argument_bytes(program: Program) -> dict[str, int]:
   """Bytes of what a program is called with, on one device, by kind.
 
-  'host' is what stays in the memory of the host.
+  'host' is what stays in the memory of the host. What the program does not
+  read, such as an output table in a prefill, is not there at all.
   """
+  traced = program.trace().jaxpr.jaxpr
+  read = {id(v) for e in traced.eqns for v in e.invars}
+  read |= {id(v) for v in traced.outvars}
+  places = iter(traced.invars)
   sums = dict.fromkeys(
       ('parameters', 'optimizer', 'cache', 'batch', 'host'), 0
   )
 
   def add(kind, tree):
     for leaf in jax.tree.leaves(tree):
+      if id(next(places)) not in read:
+        continue
       sharding = getattr(leaf, 'sharding', None)
       away = getattr(sharding, 'memory_kind', None) == 'pinned_host'
       sums['host' if away else kind] += device_bytes(leaf)

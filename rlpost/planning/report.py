@@ -27,7 +27,12 @@ def of(compiled, program, shapes, mesh, name, topology_name) -> dict[str, Any]:
   kinds = cost.argument_bytes(program)
   host = kinds.pop('host')
   outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
-  kinds |= {'activations': memory.temp_size_in_bytes, 'outputs': outputs}
+  # A TPU pads the last two dimensions of an array to its tiles.
+  padding = memory.argument_size_in_bytes - sum(kinds.values())
+  kinds |= {
+      'padding': padding, 'activations': memory.temp_size_in_bytes,
+      'outputs': outputs,
+  }
   text = compiled.as_text()
   loops = shapes.micro if name in ('train', 'score') else 1
   found = hlo.collectives(text, dict(mesh.shape), loops)
