@@ -2,7 +2,12 @@
 
 from typing import NamedTuple
 
-from tools import mutants_attention, mutants_context, mutants_generation
+from tools import (
+  mutants_attention,
+  mutants_context,
+  mutants_generation,
+  mutants_planning,
+)
 
 
 class Mutant(NamedTuple):
@@ -429,6 +434,7 @@ MUTANTS = tuple(
     *mutants_attention.FAULTS,
     *mutants_context.FAULTS,
     *mutants_generation.FAULTS,
+    *mutants_planning.FAULTS,
   )
   for says, old, new in faults
 )

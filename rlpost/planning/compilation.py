@@ -83,6 +83,7 @@ def verdict(config, topology_name: str, name: str, cache: pathlib.Path) -> dict:
     found = overflow(str(error))
     if found is None:
       raise
+    found['bytes'] = report.asked(program, found['needed'])
   else:
     found = report.of(compiled, program, shapes, mesh, name, topology_name)
   found |= {

@@ -154,6 +154,33 @@ def argument_bytes(program: Program) -> dict[str, int]:
   return sums
 
 
+def beside(shapes: Shapes, known: Mapping[str, Program], name: str) -> int:
+  """Bytes of a device that the trainer holds while a program runs, and does
+  not hand to it: of the state, a reference, and the caches of decoding.
+
+  The published policy is not among them, it goes once decoding is done.
+
+  Args:
+    known: all programs of the run, of `training.programs`.
+    name: of one of them.
+  """
+  held = argument_bytes(known['train'])
+  reference = held['parameters'] * (shapes.step.recipe.kl != 'none')
+  if name == 'init':  # the state is yet to come
+    return reference
+  held['parameters'] += reference
+  held['cache'] = sum(
+      argument_bytes(program)['cache']
+      for other, program in known.items() if other.endswith('/run')
+  )
+  given = argument_bytes(known[name])
+  if '/' in name and 'publish' in known:
+    given['parameters'] = 0  # another copy
+  return sum(
+      max(0, held[k] - given[k]) for k in ('parameters', 'optimizer', 'cache')
+  )
+
+
 def weight_bytes(shapes: Shapes, axes_size: int) -> float:
   """Of all matrices in the dtype of activations, on one of `axes_size`."""
   item = jax.numpy.dtype(shapes.step.dtype).itemsize
