@@ -34,7 +34,7 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
       'validation': 8,
       'heldout_seed': 0,
   }
-  config.data = {'examples': 2048, 'threads': 0}
+  config.data = {'examples': 2048, 'threads': 0, 'look_ahead': 1}
   config.optimizer = {
       'learning_rate': 3e-3,
       'warmup_steps': 10,

@@ -265,6 +265,14 @@ class Packer:
     tokens, slots = _sizes(document)
     return tokens <= self._length and slots <= self._slots
 
+  def has_room(self, document: Document) -> bool:
+    """Whether some row still has room for the document."""
+    tokens, slots = _sizes(document)
+    return any(
+        tokens <= free_tokens and slots <= free_slots
+        for free_tokens, free_slots in self._free
+    )
+
   def add(self, document: Document) -> bool:
     """Places a document; False if no row has room.
 

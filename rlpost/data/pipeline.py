@@ -3,10 +3,14 @@
   source -> shuffle (a new order every epoch) -> encode -> pack -> batches
 
 Everything up to the packing is a Grain `MapDataset`: document i of the stream
-is a function of (seed, i). A batch opens empty rows and takes documents in
-stream order, first fit, until one fits no row; that one opens the next batch.
-So the state is a cursor: it does not know of threads, hosts or half-packed
-rows, and a resume costs the same at every step.
+is a function of (seed, i). `look_ahead` documents wait for a place. A batch
+opens empty rows; the document that has waited longest goes first, so none waits
+for ever, then always the longest one that some row has room for, first fit,
+and the next of the stream takes its place among the waiting. When none of them
+fits, the batch is full. With one that waits, that is the order of the stream.
+
+So the state is a cursor and the numbers of those that wait: it does not know of
+threads, hosts or half-packed rows, and a resume costs the same at every step.
 
 Nothing is cut: a document longer than a row is left out and counted.
 """
@@ -14,10 +18,12 @@ Nothing is cut: a document longer than a row is left out and counted.
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from rlpost import errors, types
 from rlpost.data import packing
 
-VERSION = 1
+VERSION = 2
 
 
 class Stream:
@@ -37,6 +43,7 @@ class Stream:
       fingerprint: str,
       slots: int | None = None,
       threads: int = 0,
+      look_ahead: int = 1,
   ):
     """A stream at its beginning.
 
@@ -49,11 +56,14 @@ class Stream:
       fingerprint: digest of the data behind `source`.
       slots: K, trained tokens per row; `length` if left out.
       threads: that read and encode ahead; 0 does it in line.
+      look_ahead: documents to choose from; more of them leave less padding.
     """
     if not len(source):
       raise errors.InputError('A stream needs at least one record.')
     if not 0 <= seed < 2**32:
       raise errors.InputError(f'{seed=} must be in [0, 2**32).')
+    if look_ahead < 1:
+      raise errors.InputError(f'{look_ahead=} must be at least 1.')
     # Grain imports JAX, which host code must not do just by being imported.
     import grain
 
@@ -70,8 +80,9 @@ class Stream:
         .repeat(None)
         .map(encode)
     )
+    self._look_ahead = look_ahead
     self._iterator = None
-    self._pending = None
+    self._waiting = []
     self._cursor = 0
     self._overlong = 0
 
@@ -79,48 +90,57 @@ class Stream:
     return self
 
   def __next__(self) -> types.Batch:
+    before = self._cursor, self._overlong, list(self._waiting)
     try:
-      packer, cursor, overlong = self._fill()
+      return self._fill().batch()
     except BaseException:
-      self.close()  # else the documents of this batch would be lost
+      # Else the documents of this batch would be lost.
+      self.close()
+      self._cursor, self._overlong, self._waiting = before
       raise
-    self._cursor, self._overlong = cursor, overlong
-    return packer.batch()
 
-  def _fill(self) -> tuple[packing.Packer, int, int]:
+  def _fill(self) -> packing.Packer:
     packer = packing.Packer(**self._layout)
-    cursor, overlong = self._cursor, self._overlong
-    skipped = 0
+    self._wait(packer)
+    packer.add(self._waiting.pop(0))
     while True:
-      document = self._peek()
-      if not packer.fits_empty(document):
-        overlong, skipped = overlong + 1, skipped + 1
-        if skipped > self._size:
-          raise errors.InputError(
-              f'None of the {self._size} records fits a row of '
-              f'{self._layout}; raise the length.'
-          )
-      elif packer.add(document._replace(group=cursor)):
-        skipped = 0
-      else:
-        return packer, cursor, overlong
-      self._pending = None
-      cursor += 1
+      self._wait(packer)
+      fitting = [i for i, d in enumerate(self._waiting) if packer.has_room(d)]
+      if not fitting:
+        return packer
+      sizes = [len(self._waiting[i].tokens) for i in fitting]
+      packer.add(self._waiting.pop(fitting[int(np.argmax(sizes))]))
 
-  def _peek(self) -> packing.Document:
+  def _wait(self, packer: packing.Packer):
+    """Reads on until `look_ahead` documents wait that fit an empty row."""
+    skipped = 0
+    while len(self._waiting) < self._look_ahead:
+      document = self._read()._replace(group=self._cursor)
+      self._cursor += 1
+      if packer.fits_empty(document):
+        self._waiting.append(document)
+        skipped = 0
+        continue
+      self._overlong, skipped = self._overlong + 1, skipped + 1
+      if skipped > self._size:
+        raise errors.InputError(
+            f'None of the {self._size} records fits a row of {self._layout}; '
+            'raise the length.'
+        )
+
+  def _read(self) -> packing.Document:
     if self._iterator is None:
       self._iterator = iter(self._documents.to_iter_dataset(self._options))
       if self._cursor:
         self._iterator.set_state({'next_index': self._cursor})
-    if self._pending is None:
-      self._pending = next(self._iterator)
-    return self._pending
+    return next(self._iterator)
 
   def report(self) -> dict:
     """Epochs begun (a fraction), documents taken, and those too long."""
+    taken = self._cursor - len(self._waiting)
     return {
-        'epoch': self._cursor / self._size,
-        'documents': self._cursor - self._overlong,
+        'epoch': taken / self._size,
+        'documents': taken - self._overlong,
         'overlong': self._overlong,
     }
 
@@ -133,6 +153,7 @@ class Stream:
         'size': self._size,
         'cursor': self._cursor,
         'overlong': self._overlong,
+        'waiting': [document.group for document in self._waiting],
     }
 
   def set_state(self, state: Mapping):
@@ -152,10 +173,12 @@ class Stream:
     self.close()
     self._cursor = state['cursor']
     self._overlong = state['overlong']
+    self._waiting = [
+        self._documents[i]._replace(group=i) for i in state['waiting']
+    ]
 
   def close(self):
     """Ends the threads; the stream goes on from its cursor if asked again."""
     if self._iterator is not None:
       self._iterator.close()
     self._iterator = None
-    self._pending = None

@@ -169,9 +169,13 @@ def gradient(
     return *out, sound_B[None]
 
   def add(i, carry):
-    # XLA would sum the gradient over devices once, after the loop, and holds
-    # it whole until then; where it is scattered as well, its pass fails.
-    grads, terms, metrics, sound_B = jax.lax.optimization_barrier(at(i))
+    part = at(i)
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.empty and mesh.size > 1:
+      # XLA would sum the gradient over devices once, after the loop, and holds
+      # it whole until then; where it is scattered as well, its pass fails.
+      part = jax.lax.optimization_barrier(part)
+    grads, terms, metrics, sound_B = part
     total = jax.tree.map(jnp.add, (grads, terms), carry[:2])
     metrics = diagnostics.merge(carry[2], metrics)
     return *total, metrics, carry[3].at[i].set(sound_B)

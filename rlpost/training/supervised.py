@@ -33,10 +33,13 @@ class Data:
   Attributes:
     examples: distinct solved tasks of each domain.
     threads: that read and encode ahead; 0 does it in line.
+    look_ahead: documents to choose from when rows are filled; 1 keeps the
+      order of the stream, more leave less padding.
   """
 
   examples: int
   threads: int = 0
+  look_ahead: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -247,7 +250,7 @@ class Loop:
         lambda record: encode(sft_dataset.decode(record)),
         rows=train.rows * train.micro, length=train.length, slots=train.slots,
         seed=config.seed, fingerprint=sft_dataset.content_sha256(builder),
-        threads=run.data.threads,
+        threads=run.data.threads, look_ahead=run.data.look_ahead,
     )
     return stream, [e.content_id for e in examples]
 

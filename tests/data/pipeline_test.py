@@ -219,3 +219,74 @@ def test_settings_are_checked(builder):
     stream(builder, seed=2**32)
   with pytest.raises(errors.InputError):
     pipeline.Stream([], encode, rows=1, length=8, seed=0, fingerprint='')
+
+
+def skewed(look_ahead, rows=4, length=256):
+  """Many short documents, some as long as a row, a few longer."""
+  sizes = np.random.default_rng(0).lognormal(4.0, 0.9, 600).astype(int) + 2
+
+  def encode(size):
+    return packing.Document(np.full(size, size), np.arange(size) > 0)
+
+  return sizes, pipeline.Stream(
+      sizes, encode, rows=rows, length=length, seed=0, fingerprint='',
+      look_ahead=look_ahead,
+  )
+
+
+def padding(batches):
+  return float(np.mean([(b.segment < 0).mean() for b in batches]))
+
+
+def test_looking_ahead_leaves_a_quarter_of_the_padding():
+  left = {}
+  for look_ahead in (1, 32):
+    with contextlib.closing(skewed(look_ahead)[1]) as s:
+      left[look_ahead] = padding(take(s, 80))
+  assert left[1] > 0.12
+  assert left[32] < left[1] / 4
+
+
+def test_looking_ahead_loses_and_repeats_no_document():
+  sizes, s = skewed(32)
+  with contextlib.closing(s):
+    batches = take(s, 60)
+    state = s.get_state()
+    order = [int(s._documents[i].tokens[0]) for i in range(state['cursor'])]
+  placed = np.concatenate(
+      [packing.separate(b, first_segment=0)[0].group[:, 0] for b in batches]
+  )
+  overlong = [i for i, size in enumerate(order) if size > 256]
+  every = sorted([*placed.tolist(), *state['waiting'], *overlong])
+  assert every == list(range(state['cursor']))
+  assert state['cursor'] > len(sizes) and len(state['waiting']) == 32
+
+
+def test_no_document_waits_for_ever():
+  """The one that waits longest opens the next batch."""
+  _, s = skewed(8)
+  with contextlib.closing(s):
+    for _ in range(20):
+      oldest = (s.get_state()['waiting'] or [0])[0]
+      assert oldest in next(s).group
+
+
+@pytest.mark.parametrize('threads', [0, 2])
+def test_resume_is_exact_while_documents_wait(builder, threads):
+  with contextlib.closing(stream(builder, look_ahead=7)) as s:
+    want = take(s, 12)
+  with contextlib.closing(stream(builder, look_ahead=7, threads=threads)) as s:
+    for cut in range(11):
+      state = json.loads(json.dumps(s.get_state()))
+      with contextlib.closing(stream(builder, look_ahead=7)) as o:
+        o.set_state(state)
+        assert_same(take(o, 2), want[cut : cut + 2])
+      assert_same([next(s)], [want[cut]])
+
+
+def test_one_that_waits_is_the_order_of_the_stream(builder):
+  with contextlib.closing(stream(builder)) as s:
+    groups = [b.group[b.mask > 0] for b in take(s, 6)]
+  highest = [int(g.max()) for g in groups]
+  lowest = [int(g.min()) for g in groups]
+  assert lowest[1:] == [h + 1 for h in highest[:-1]]
