@@ -123,10 +123,26 @@ def device_bytes(leaf) -> int:
   return math.prod(shape) * item
 
 
-def argument_bytes(program: Program) -> dict[str, int]:
+def unread(program: Program, compiled) -> frozenset[int]:
+  """Ids of the arguments that a compiled program does not take.
+
+  A prefill, for one, does not read the output head.
+  """
+  given, taken = (
+      jax.tree.leaves(tree, is_leaf=lambda x: x is None)
+      for tree in (program.arguments, compiled.input_shardings[0])
+  )
+  return frozenset(
+      id(x) for x, place in zip(given, taken, strict=True) if place is None
+  )
+
+
+def argument_bytes(
+    program: Program, skip: frozenset[int] = frozenset()
+) -> dict[str, int]:
   """Bytes of what a program is called with, on one device, by kind.
 
-  'host' is what stays in the memory of the host.
+  'host' is what stays in the memory of the host; `skip` is of `unread`.
   """
   sums = dict.fromkeys(
       ('parameters', 'optimizer', 'cache', 'batch', 'host'), 0
@@ -134,6 +150,8 @@ def argument_bytes(program: Program) -> dict[str, int]:
 
   def add(kind, tree):
     for leaf in jax.tree.leaves(tree):
+      if id(leaf) in skip:
+        continue
       sharding = getattr(leaf, 'sharding', None)
       away = getattr(sharding, 'memory_kind', None) == 'pinned_host'
       sums['host' if away else kind] += device_bytes(leaf)

@@ -25,7 +25,8 @@ def of(compiled, program, shapes, mesh, name, topology_name) -> dict[str, Any]:
       memory.argument_size_in_bytes + memory.output_size_in_bytes
       - memory.alias_size_in_bytes + memory.temp_size_in_bytes
   )
-  kinds = cost.argument_bytes(program)
+  kinds = cost.argument_bytes(program, cost.unread(program, compiled))
+  rest = sum(cost.argument_bytes(program).values()) - sum(kinds.values())
   host = kinds.pop('host')
   outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
   kinds |= {'activations': memory.temp_size_in_bytes, 'outputs': outputs}
@@ -35,6 +36,7 @@ def of(compiled, program, shapes, mesh, name, topology_name) -> dict[str, Any]:
   chip, chips = topology.parse(topology_name)
   out = {
       'fits': True, 'bytes': {**kinds, 'total': total, 'host': host},
+      'unread': rest,
       'limit': int(chip.hbm_bytes / chip.cores),
       'collectives': hlo.totals(found), 'overlap': hlo.overlap(text, loops),
       'flops': None, 'roofline': None,
@@ -65,13 +67,15 @@ def asked(program, needed: float | None) -> dict[str, int]:
 def judged(verdict, beside: int, limit: float) -> dict[str, Any]:
   """A verdict on a program among what the trainer holds beside it.
 
+  That is also what the program is given and does not read.
+
   Args:
     beside: bytes, see `cost.beside`.
     limit: bytes of a device.
   """
-  verdict = {**verdict, 'beside': beside}
+  verdict = {**verdict, 'beside': beside + verdict.get('unread', 0)}
   if verdict['fits']:
-    needed = verdict['bytes']['total'] + beside
+    needed = verdict['bytes']['total'] + verdict['beside']
     verdict |= {'limit': int(limit), 'fits': needed <= limit}
     if not verdict['fits']:
       verdict['needed'] = needed

@@ -135,11 +135,28 @@ def test_what_a_run_holds_is_handed_over_or_beside():
   )
 
 
+def test_a_prefill_is_not_given_the_head_that_it_does_not_read():
+  model = model_configs.named('tiny', tied=False)
+  step = dataclasses.replace(shapes().step, model=model)
+  run = dataclasses.replace(shapes(), step=step, stacked=True)
+  known = program_lib.programs(run, sharding.make_mesh())
+  for name, unused in (('shared', 1), ('run', 0)):
+    program = known[f'rollout/{name}']
+    kinds = cost.argument_bytes(program)
+    skip = cost.unread(program, program.compile())
+    read = cost.argument_bytes(program, skip)
+    # The norm before the head, too.
+    lost = 4 * model.width * (model.vocab_size + 1) * unused
+    assert kinds['parameters'] - read['parameters'] == lost
+
+
 def test_kinds_of_bytes_sum_to_what_the_compiler_says():
   known = program_lib.programs(shapes(), sharding.make_mesh())
-  for name in ('train', 'score', 'rollout/run'):
-    memory = known[name].compile().memory_analysis()
-    kinds = cost.argument_bytes(known[name])
+  for name in ('train', 'score', 'rollout/run', 'rollout/shared'):
+    compiled = known[name].compile()
+    memory = compiled.memory_analysis()
+    skip = cost.unread(known[name], compiled)
+    kinds = cost.argument_bytes(known[name], skip)
     assert sum(kinds.values()) == pytest.approx(
         memory.argument_size_in_bytes, rel=0.02
     ), name

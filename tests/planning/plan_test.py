@@ -208,6 +208,8 @@ def test_what_fits_alone_may_not_fit_beside_what_the_run_holds():
   found = report.judged(alone, 7, 16)
   assert (found['fits'], found['needed'], found['limit']) == (False, 17, 16)
   assert 'more chips' in report.cure(found)
+  found = report.judged({**alone, 'unread': 2}, 5, 16)
+  assert (found['fits'], found['beside']) == (False, 7)
   assert not report.judged({'fits': None, 'error': 'x'}, 0, 16)['fits']
   assert alone == {'fits': True, 'bytes': kinds}
 
