@@ -7,6 +7,7 @@ from tools import (
   mutants_context,
   mutants_generation,
   mutants_lengths,
+  mutants_planning,
 )
 
 
@@ -435,6 +436,7 @@ MUTANTS = tuple(
     *mutants_context.FAULTS,
     *mutants_generation.FAULTS,
     *mutants_lengths.FAULTS,
+    *mutants_planning.FAULTS,
   )
   for says, old, new in faults
 )

@@ -19,6 +19,8 @@ import ml_collections
 from rlpost import errors
 from rlpost.planning import topology
 
+# Of what a kept verdict says; verdicts of another format are made anew.
+FORMAT = 2
 _UNITS = {'K': 2**10, 'M': 2**20, 'G': 2**30, 'T': 2**40}
 
 
@@ -73,7 +75,7 @@ def verdict(config, topology_name: str, name: str, cache: pathlib.Path) -> dict:
     lowered = program.lower()
   version = topology.require_compiler()
   key = digest(lowered.as_text(), topology_name, version)
-  kept = cache / f'{key}.json'
+  kept = cache / f'{key}-{FORMAT}.json'
   if kept.exists():
     return json.loads(kept.read_text()) | {'cached': True}
   start = time.monotonic()
@@ -83,6 +85,7 @@ def verdict(config, topology_name: str, name: str, cache: pathlib.Path) -> dict:
     found = overflow(str(error))
     if found is None:
       raise
+    found['bytes'] = report.asked(program, found['needed'])
   else:
     found = report.of(compiled, program, shapes, mesh, name, topology_name)
   found |= {

@@ -123,23 +123,34 @@ def device_bytes(leaf) -> int:
   return math.prod(shape) * item
 
 
-def argument_bytes(program: Program) -> dict[str, int]:
+def unread(program: Program, compiled) -> frozenset[int]:
+  """Ids of the arguments that a compiled program does not take.
+
+  A prefill, for one, does not read the output head.
+  """
+  given, taken = (
+      jax.tree.leaves(tree, is_leaf=lambda x: x is None)
+      for tree in (program.arguments, compiled.input_shardings[0])
+  )
+  return frozenset(
+      id(x) for x, place in zip(given, taken, strict=True) if place is None
+  )
+
+
+def argument_bytes(
+    program: Program, skip: frozenset[int] = frozenset()
+) -> dict[str, int]:
   """Bytes of what a program is called with, on one device, by kind.
 
-  'host' is what stays in the memory of the host. What the program does not
-  read, such as an output table in a prefill, is not there at all.
+  'host' is what stays in the memory of the host; `skip` is of `unread`.
   """
-  traced = program.trace().jaxpr.jaxpr
-  read = {id(v) for e in traced.eqns for v in e.invars}
-  read |= {id(v) for v in traced.outvars}
-  places = iter(traced.invars)
   sums = dict.fromkeys(
       ('parameters', 'optimizer', 'cache', 'batch', 'host'), 0
   )
 
   def add(kind, tree):
     for leaf in jax.tree.leaves(tree):
-      if id(next(places)) not in read:
+      if id(leaf) in skip:
         continue
       sharding = getattr(leaf, 'sharding', None)
       away = getattr(sharding, 'memory_kind', None) == 'pinned_host'
@@ -159,6 +170,33 @@ def argument_bytes(program: Program) -> dict[str, int]:
     else:
       add('batch', argument)
   return sums
+
+
+def beside(shapes: Shapes, known: Mapping[str, Program], name: str) -> int:
+  """Bytes of a device that the trainer holds while a program runs, and does
+  not hand to it: of the state, a reference, and the caches of decoding.
+
+  The published policy is not among them, it goes once decoding is done.
+
+  Args:
+    known: all programs of the run, of `training.programs`.
+    name: of one of them.
+  """
+  held = argument_bytes(known['train'])
+  reference = held['parameters'] * (shapes.step.recipe.kl != 'none')
+  if name == 'init':  # the state is yet to come
+    return reference
+  held['parameters'] += reference
+  held['cache'] = sum(
+      argument_bytes(program)['cache']
+      for other, program in known.items() if other.endswith('/run')
+  )
+  given = argument_bytes(known[name])
+  if '/' in name and 'publish' in known:
+    given['parameters'] = 0  # another copy
+  return sum(
+      max(0, held[k] - given[k]) for k in ('parameters', 'optimizer', 'cache')
+  )
 
 
 def weight_bytes(shapes: Shapes, axes_size: int) -> float:

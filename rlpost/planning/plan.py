@@ -12,7 +12,7 @@ from typing import Any
 import ml_collections
 
 from rlpost import errors
-from rlpost.planning import compilation, cost, topology
+from rlpost.planning import compilation, cost, report, topology
 
 # A program that is still compiling then is unknown, never a fit.
 LIMIT_S = 600
@@ -39,8 +39,8 @@ def programs(
   Raises:
     InputError: the config cannot run there at all; nothing is compiled.
   """
-  _, chips = topology.parse(topology_name)
-  shapes, mesh, known = compilation.programs_of(config, topology_name)
+  chip, chips = topology.parse(topology_name)
+  shapes, _, known = compilation.programs_of(config, topology_name)
   for name in only:
     if name not in known:
       raise errors.InputError(
@@ -49,7 +49,10 @@ def programs(
   check_room(shapes, known, topology_name)
   found = {}
   for name in only or known:
-    found[name] = _compile(config, topology_name, name, cache, say, limit_s)
+    found[name] = report.judged(
+        _compile(config, topology_name, name, cache, say, limit_s),
+        cost.beside(shapes, known, name), chip.hbm_bytes / chip.cores,
+    )
   return {'topology': topology_name, 'chips': chips, 'programs': found}
 
 

@@ -12,6 +12,7 @@ CURES = {
     'optimizer': 'train.offload=True, or a larger mesh.fsdp',
     'cache': 'fewer rollout.slots, a shorter max_new, or a larger mesh.context',
     'batch': 'fewer train.rows',
+    'beside': 'more chips, or a larger mesh.fsdp or mesh.context',
     'activations': "train.remat='full', fewer train.rows, a smaller "
                    'train.chunk, or a larger mesh.context',
 }
@@ -24,7 +25,8 @@ def of(compiled, program, shapes, mesh, name, topology_name) -> dict[str, Any]:
       memory.argument_size_in_bytes + memory.output_size_in_bytes
       - memory.alias_size_in_bytes + memory.temp_size_in_bytes
   )
-  kinds = cost.argument_bytes(program)
+  kinds = cost.argument_bytes(program, cost.unread(program, compiled))
+  rest = sum(cost.argument_bytes(program).values()) - sum(kinds.values())
   host = kinds.pop('host')
   outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
   # A TPU pads the last two dimensions of an array to its tiles.
@@ -39,6 +41,7 @@ def of(compiled, program, shapes, mesh, name, topology_name) -> dict[str, Any]:
   chip, chips = topology.parse(topology_name)
   out = {
       'fits': True, 'bytes': {**kinds, 'total': total, 'host': host},
+      'unread': rest,
       'limit': int(chip.hbm_bytes / chip.cores),
       'collectives': hlo.totals(found), 'overlap': hlo.overlap(text, loops),
       'flops': None, 'roofline': None,
@@ -59,6 +62,31 @@ def of(compiled, program, shapes, mesh, name, topology_name) -> dict[str, Any]:
   return out
 
 
+def asked(program, needed: float | None) -> dict[str, int]:
+  """Bytes by kind of a program that the compiler found no room for."""
+  kinds = cost.argument_bytes(program)
+  rest = (needed or 0) - sum(v for k, v in kinds.items() if k != 'host')
+  return kinds | {'activations': int(max(0, rest))}
+
+
+def judged(verdict, beside: int, limit: float) -> dict[str, Any]:
+  """A verdict on a program among what the trainer holds beside it.
+
+  That is also what the program is given and does not read.
+
+  Args:
+    beside: bytes, see `cost.beside`.
+    limit: bytes of a device.
+  """
+  verdict = {**verdict, 'beside': beside + verdict.get('unread', 0)}
+  if verdict['fits']:
+    needed = verdict['bytes']['total'] + verdict['beside']
+    verdict |= {'limit': int(limit), 'fits': needed <= limit}
+    if not verdict['fits']:
+      verdict['needed'] = needed
+  return verdict
+
+
 def _hbm_bytes(shapes, mesh, name, kinds) -> float:
   """That a device moves at least: arguments once, optimizer and parameters
   back again, and gathered weights in each pass of each micro-batch."""
@@ -75,7 +103,8 @@ def _hbm_bytes(shapes, mesh, name, kinds) -> float:
 
 def cure(verdict: Mapping[str, Any]) -> str:
   """What to change about a program that does not fit."""
-  kinds = {k: v for k, v in verdict.get('bytes', {}).items() if k in CURES}
+  kinds = {**verdict.get('bytes', {}), 'beside': verdict.get('beside', 0)}
+  kinds = {k: v for k, v in kinds.items() if k in CURES}
   most = max(kinds, key=kinds.get) if any(kinds.values()) else 'activations'
   return CURES[most]
 
@@ -84,8 +113,8 @@ def table(plan: Mapping[str, Any]) -> str:
   """A plan as text."""
   lines = [
       f'{"program":20s} {"fits":8s} {"GiB":>7s} {"params":>7s} {"optim":>7s} '
-      f'{"cache":>7s} {"activ.":>7s} {"bound":>8s} {"seconds":>9s} '
-      f'{"MFU":>5s} {"tokens/s":>11s} {"hidden":>7s}'
+      f'{"cache":>7s} {"activ.":>7s} {"beside":>7s} {"bound":>8s} '
+      f'{"seconds":>9s} {"MFU":>5s} {"tokens/s":>11s} {"hidden":>7s}'
   ]
   lines += [f'{n:20s} {line(v)}' for n, v in plan['programs'].items()]
   for key in ('usd_per_update', 'usd_per_million_tokens'):
@@ -102,7 +131,7 @@ def line(v: Mapping[str, Any]) -> str:
     out += ' '.join(
         f'{b[k] / 2**30:7.2f}'
         for k in ('total', 'parameters', 'optimizer', 'cache', 'activations')
-    )
+    ) + f' {v["beside"] / 2**30:7.2f}'
     if r:
       out += (f' {r["bound"]:>8s} {r["seconds"]:9.3g} {r["mfu"]:5.2f} '
               f'{r["tokens_per_s"]:11,.0f}')

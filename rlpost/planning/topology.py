@@ -15,7 +15,7 @@ class Chip:
   Attributes:
     cores: devices that JAX sees on a chip.
     flops: bf16 operations per second.
-    hbm_bytes: memory, as the compiler's GiB before it keeps some to itself.
+    hbm_bytes: memory that the compiler lets programs have.
     hbm_bandwidth: bytes per second.
     link_bandwidth: bytes per second of one link in one direction.
     axes: dimensions of the torus, two links in each.
@@ -30,15 +30,16 @@ class Chip:
 
 
 # Google Cloud's pages of the TPU generations ("System architecture"): peak
-# compute, HBM capacity and bandwidth of a chip. Links: the interconnect
-# bandwidth of a chip there (v4 2,400, v5e 1,600, v5p 4,800 Gbit/s in one
-# direction; v6e 800 and tpu7x 1,200 GB/s in both) over its links (2 per axis).
+# compute and HBM bandwidth of a chip. Links: the interconnect bandwidth of a
+# chip there (v4 2,400, v5e 1,600, v5p 4,800 Gbit/s in one direction; v6e 800
+# and tpu7x 1,200 GB/s in both) over its links (2 per axis). Memory: what
+# libtpu's errors call available, not the 32, 16, 95, 32 and 192 of the pages.
 CHIPS = {
-    'v4': Chip(2, 275e12, 32 * 2**30, 1.228e12, 50e9, 3),
-    'v5e': Chip(1, 197e12, 16 * 2**30, 0.82e12, 50e9, 2),
+    'v4': Chip(2, 275e12, 30.5 * 2**30, 1.228e12, 50e9, 3),
+    'v5e': Chip(1, 197e12, 15.75 * 2**30, 0.82e12, 50e9, 2),
     'v5p': Chip(1, 459e12, 95.74 * 2**30, 2.765e12, 100e9, 3),
-    'v6e': Chip(1, 918e12, 32 * 2**30, 1.64e12, 100e9, 2),
-    'tpu7x': Chip(2, 2307e12, 192 * 2**30, 7.38e12, 100e9, 3),
+    'v6e': Chip(1, 918e12, 31.25 * 2**30, 1.64e12, 100e9, 2),
+    'tpu7x': Chip(2, 2307e12, 189.5 * 2**30, 7.38e12, 100e9, 3),
 }
 # Shapes that the compiler was seen to know; others may work.
 SLICES = {

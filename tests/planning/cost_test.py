@@ -103,11 +103,60 @@ def test_offloaded_moments_are_bytes_of_the_host():
   assert kinds['optimizer'] < 64
 
 
+def test_what_a_run_holds_is_handed_over_or_beside():
+  """Each program: its own and the rest are the run's, reference included."""
+  run = shapes()
+  assert run.step.recipe.kl != 'none'
+  known = program_lib.programs(run, sharding.make_mesh(fsdp=2))
+  params = 4 * sum(
+      np.prod(x.sharding.shard_shape(x.shape))
+      for x in known['train'].arguments[0].trainable.values()
+  )
+  cache = cost.argument_bytes(known['rollout/run'])['cache']
+  moments = cost.argument_bytes(known['train'])['optimizer']
+  assert 0 < cache and 2 * params <= moments
+  want = {
+      'train': params + cache,
+      'init': params,
+      'score': params + moments + cache,
+      'publish': params + moments + cache,
+      'rollout/run': 2 * params + moments,
+  }
+  assert want == {name: cost.beside(run, known, name) for name in want}
+  step = dataclasses.replace(run.step, recipe=recipes.recipe('dapo'))
+  run = dataclasses.replace(run, step=step, scored=False)
+  alone = program_lib.programs(run, sharding.make_mesh())
+  assert 'publish' not in alone  # decoding runs on the state's own parameters
+  assert cost.beside(run, alone, 'rollout/run') == (
+      cost.argument_bytes(alone['train'])['optimizer']
+  )
+  assert cost.beside(run, alone, 'train') == (
+      cost.argument_bytes(alone['rollout/run'])['cache']
+  )
+
+
+def test_a_prefill_is_not_given_the_head_that_it_does_not_read():
+  model = model_configs.named('tiny', tied=False)
+  step = dataclasses.replace(shapes().step, model=model)
+  run = dataclasses.replace(shapes(), step=step, stacked=True)
+  known = program_lib.programs(run, sharding.make_mesh())
+  for name, unused in (('shared', 1), ('run', 0)):
+    program = known[f'rollout/{name}']
+    kinds = cost.argument_bytes(program)
+    skip = cost.unread(program, program.compile())
+    read = cost.argument_bytes(program, skip)
+    # The norm before the head, too.
+    lost = 4 * model.width * (model.vocab_size + 1) * unused
+    assert kinds['parameters'] - read['parameters'] == lost
+
+
 def test_kinds_of_bytes_sum_to_what_the_compiler_says():
   known = program_lib.programs(shapes(), sharding.make_mesh())
-  for name in ('train', 'score', 'rollout/run'):
-    memory = known[name].compile().memory_analysis()
-    kinds = cost.argument_bytes(known[name])
+  for name in ('train', 'score', 'rollout/run', 'rollout/shared'):
+    compiled = known[name].compile()
+    memory = compiled.memory_analysis()
+    skip = cost.unread(known[name], compiled)
+    kinds = cost.argument_bytes(known[name], skip)
     assert sum(kinds.values()) == pytest.approx(
         memory.argument_size_in_bytes, rel=0.02
     ), name

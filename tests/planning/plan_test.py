@@ -15,7 +15,7 @@ import pytest
 from configs import quickstart
 from experiments import launching
 from rlpost import errors, sharding
-from rlpost.planning import compilation, plan, report, topology
+from rlpost.planning import compilation, cost, plan, report, topology
 from rlpost.training import display as displays
 from rlpost.training import setup, supervised
 from tests.training import runs
@@ -172,6 +172,46 @@ def test_an_overflow_is_a_verdict_with_its_numbers(message, needed, limit):
   assert found['needed'] == needed * 2**30
   assert found['limit'] == limit * 2**30
   assert compilation.overflow('INTERNAL: a bug') is None
+
+
+def test_an_overflow_is_split_by_kind_and_the_largest_decides(tmp_path):
+  """Each kind as the program is called with it; the rest are activations."""
+  config = plan.changed(
+      quickstart.get_config('smoke'), {'mesh.fsdp': 2, 'train.rows': 4}
+  )
+  message = 'RESOURCE_EXHAUSTED: Used %dG of 15.75G hbm.'
+  found = {}
+  with cpu_devices(2), mock.patch.object(
+      topology, 'require_compiler', lambda: 'test'
+  ):
+    for name in ('train', 'rollout/run'):
+      program = compilation.programs_of(config, 'v5e:2x2')[2][name]
+      with mock.patch.object(
+          jax.stages.Lowered, 'compile',
+          side_effect=RuntimeError(message % 20),
+      ):
+        found[name] = compilation.verdict(config, 'v5e:2x2', name, tmp_path)
+      kinds = found[name]['bytes']
+      handed = cost.argument_bytes(program)
+      assert {k: kinds[k] for k in handed} == handed
+      assert sum(kinds.values()) == found[name]['needed'] == 20 * 2**30
+  assert 'remat' in report.cure(found['train'])
+  small = report.asked(program, needed=0)
+  assert small['activations'] == 0
+  assert 'mesh.fsdp or mesh.tensor' in report.cure({'bytes': small})
+
+
+def test_what_fits_alone_may_not_fit_beside_what_the_run_holds():
+  kinds = {'total': 10, 'activations': 4, 'cache': 6}
+  alone = {'fits': True, 'bytes': kinds}
+  assert report.judged(alone, 5, 15)['fits']
+  found = report.judged(alone, 7, 16)
+  assert (found['fits'], found['needed'], found['limit']) == (False, 17, 16)
+  assert 'more chips' in report.cure(found)
+  found = report.judged({**alone, 'unread': 2}, 5, 16)
+  assert (found['fits'], found['beside']) == (False, 7)
+  assert not report.judged({'fits': None, 'error': 'x'}, 0, 16)['fits']
+  assert alone == {'fits': True, 'bytes': kinds}
 
 
 def test_a_program_that_takes_too_long_is_unknown_and_its_compiler_ended(

@@ -30,7 +30,7 @@ from rlpost.models import config
 from rlpost.training import programs, state, step
 
 found = topologies.get_topology_desc(platform='tpu', topology_name='v5e:2x4')
-mesh = sharding.make_mesh(fsdp=2, context=4, devices=list(found.devices))
+mesh = sharding.make_mesh(fsdp=FSDP, context=8 // FSDP, devices=found.devices)
 model = config.ModelConfig(
     vocab_size=4096, width=1024, num_layers=3, num_heads=8, num_kv_heads=4,
     head_dim=128, hidden=2048, tied=MICRO == 1,
@@ -49,11 +49,12 @@ with sharding.use(mesh):
 """
 
 
-def compiled(micro):
+def compiled(micro, fsdp):
   """The update's HLO; with several micro-batches, of a model with a head."""
+  program = PROGRAM.replace('MICRO', str(micro)).replace('FSDP', str(fsdp))
   done = subprocess.run(
-      [sys.executable, '-c', PROGRAM.replace('MICRO', str(micro))], check=True,
-      text=True, stdout=subprocess.PIPE, env=os.environ | topology.ENVIRONMENT,
+      [sys.executable, '-c', program], check=True, text=True,
+      stdout=subprocess.PIPE, env=os.environ | topology.ENVIRONMENT,
   )
   return json.loads(done.stdout.splitlines()[-1])
 
@@ -72,13 +73,13 @@ def moved(text):
   return gathered, scattered, summed
 
 
-@pytest.mark.parametrize('micro', [1, 2])
+@pytest.mark.parametrize('micro, fsdp', [(1, 2), (2, 1)])
 def test_matrices_are_gathered_and_their_gradients_scattered_one_axis_a_time(
-    micro
+    micro, fsdp
 ):
   """Also where gradients of micro-batches are summed in a loop, whence XLA
   would move the sum over devices, and fails at a head of its own."""
-  gathered, scattered, summed = moved(compiled(micro))
+  gathered, scattered, summed = moved(compiled(micro, fsdp))
   # qkv, out, gate_up, down: the width is 1024.
   matrices = {(2048, 1024), (1024, 1024), (4096, 1024), (1024, 2048)}
   assert matrices <= gathered
