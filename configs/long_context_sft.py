@@ -58,10 +58,15 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
       'slots': 32, 'samples': 1, 'temperature': 1.0, 'admit': 8,
   }
   config.checkpoint = {'every': 75, 'keep_latest': 1}
-  if variant == 'smoke':
-    _smoke(config)
-  elif variant:
-    raise ValueError(f'{variant=} is not smoke or empty.')
+  variants = {
+      'smoke': (_smoke,), 'recall_64': (_recall,),
+      'recall_256': (_recall, _256), 'recall_1024': (_recall, _1024),
+      'recall_smoke': (_recall, _recall_smoke),
+  }
+  if variant and variant not in variants:
+    raise ValueError(f'{variant=} is not one of {sorted(variants)}, or empty.')
+  for change in variants.get(variant, ()):
+    change(config)
   return config.lock()
 
 
@@ -73,4 +78,53 @@ def _smoke(config):
   config.train.length = 256
   config.train.slots = 128
   config.evaluation.slots = 8
+  config.checkpoint.every = 2
+
+
+def _recall(config):
+  config.steps = 700
+  config.mesh.context = 1
+  config.domains.names = ('recall_64', 'recall_repeat', 'recall_sort')
+  config.domains.unseen = ()
+  config.data.examples = 8000
+  config.data.look_ahead = 32
+  config.optimizer.warmup_steps = 50
+  config.train.rows = 8
+  config.train.length = 256
+  config.train.slots = 208
+  config.train.backend = 'dense'
+  config.evaluation.slots = 64
+  config.evaluation.admit = 16
+  config.checkpoint.every = 350
+
+
+def _256(config):
+  config.steps = 400
+  config.domains.names = ('recall_256', 'recall_repeat', 'recall_sort')
+  config.domains.unseen = ('recall_256_new',)
+  config.data.examples = 4000
+  config.optimizer.learning_rate = 2e-3
+  config.checkpoint.every = 200
+
+
+def _1024(config):
+  config.steps = 60
+  config.model.rope.original_max_position = 256
+  config.domains.names = ('recall_1024', 'recall_sort')
+  config.domains.unseen = ('recall_1024_new', 'recall_256')
+  config.domains.heldout = 128
+  config.data.examples = 1000
+  config.optimizer.learning_rate = 1e-3
+  config.optimizer.warmup_steps = 6
+  config.train.rows = 4
+  config.train.length = 1024
+  config.checkpoint.every = 60
+
+
+def _recall_smoke(config):
+  config.steps = 4
+  config.domains.heldout = 8
+  config.data.examples = 64
+  config.optimizer.warmup_steps = 1
+  config.evaluation.slots = 16
   config.checkpoint.every = 2

@@ -13,4 +13,29 @@ FAULTS = (
      'self._cursor, self._overlong, self._waiting = before',
      'self._cursor, self._overlong = before[:2]'),
   )),
+  ('rlpost/training/lengths.py', 'tests/training/lengths_test.py', (
+    ('a stage begins one step late',
+     'sum(first <= step for', 'sum(first < step for'),
+    ('tasks come again in the stage in which they failed',
+     'if entry[2] < stage]', 'if entry[2] <= stage]'),
+    ('rounding is lost, not owed',
+     'max(0.0, self._owed - due)', '0.0'),
+    ('the newest of the tasks that wait give way',
+     'self._failed[-self._keep :]', 'self._failed[: self._keep]'),
+  )),
+  ('rlpost/data/plan.py', 'tests/training/lengths_test.py', (
+    ('closed domains are drawn from',
+     'names = self.names if only is None else tuple(sorted(only))\n'
+     '    size', 'names = self.names\n    size'),
+  )),
+  ('rlpost/training/loop.py', 'tests/training/lengths_test.py', (
+    ('a resumed run forgets the tasks that failed',
+     "    run.lengths.set_state(items['lengths'])\n", ''),
+  )),
+  ('rlpost/domains/recall.py', 'tests/domains/recall_test.py', (
+    ('keys that are kept back are asked for in training',
+     '_NEW if new else _KEYS', '_NEW if new else _KEYS + _NEW'),
+    ('the pair that is asked for is always the first',
+     'pairs[i] for i in rng.permutation(PAIRS)', 'pairs[i] for i in range(PAIRS)'),
+  )),
 )  # fmt: skip

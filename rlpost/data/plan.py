@@ -17,7 +17,7 @@ with the step as counter, so a resume costs the same at every step.
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -121,17 +121,19 @@ class Plan:
     self._order_cache = {}
     self.shares()
 
-  def shares(self) -> dict[str, float]:
-    """The share of each domain under the weights used last."""
-    weights_D = [self._domains[name]['weight'] for name in self.names]
+  def shares(self, only: Collection[str] | None = None) -> dict[str, float]:
+    """The share of each domain, of `only` these, under the last weights."""
+    names = self.names if only is None else tuple(sorted(only))
+    weights_D = [self._domains[name]['weight'] for name in names]
     return dict(
-        zip(self.names, shares(weights_D, self._floor).tolist(), strict=True)
+        zip(names, shares(weights_D, self._floor).tolist(), strict=True)
     )
 
   def next(
       self,
       weights: Mapping[str, float] | None = None,
       prompts: int | None = None,
+      only: Collection[str] | None = None,
   ) -> list[tuple[str, int]]:
     """Draws one step: `prompts` pairs of domain and task index, shuffled.
 
@@ -139,25 +141,28 @@ class Plan:
       weights: by name, for every domain; kept until the next change.
       prompts: instead of the plan's own number, for example to fill up a
         step whose groups taught nothing.
+      only: the domains to draw from, all if None. The others are owed nothing
+        for this step.
     """
     if weights is not None:
       self._set_weights(weights)
     prompts = self._prompts if prompts is None else prompts
     if prompts < 1:
       raise errors.InputError(f'{prompts=} must be at least 1.')
-    size = len(self.names)
+    names = self.names if only is None else tuple(sorted(only))
+    size = len(names)
     draws = _draws(self._seed, 'step', self.step, size + prompts)
     tie_D = np.argsort(draws[:size], kind='stable')
-    share_D = np.array(list(self.shares().values()))[tie_D]
-    carry_D = np.array([self._domains[n]['carry'] for n in self.names])[tie_D]
+    share_D = np.array(list(self.shares(names).values()))[tie_D]
+    carry_D = np.array([self._domains[n]['carry'] for n in names])[tie_D]
     carry_D += prompts * share_D
     chosen = []
     for _ in range(prompts):
       most = int(np.argmax(carry_D))  # the first, so ties fall by the draw
       carry_D[most] -= 1
-      chosen.append(self.names[tie_D[most]])
+      chosen.append(names[tie_D[most]])
     for index, carry in zip(tie_D, carry_D.tolist(), strict=True):
-      self._domains[self.names[index]]['carry'] = carry
+      self._domains[names[index]]['carry'] = carry
     # Names are taken in order, so that cursors do not depend on ties.
     tasks = [self.redraw(name) for name in sorted(chosen)]
     self.step += 1

@@ -96,7 +96,8 @@ class Loop:
     groups, missing = [], wanted
     while missing:
       picks = run.plan.next(
-          run.curriculum.weights(), None if missing == wanted else missing
+          run.curriculum.weights(), None if missing == wanted else missing,
+          run.lengths.open(self.progress.step),
       )
       groups += self._attempt(picks)
       if not run.recipe.dynamic_sampling:
@@ -128,13 +129,15 @@ class Loop:
       count = np.int32(-(-len(chosen.groups) // run.train.rows))
       with self.display.phase('learning', quiet=True):
         learned = self._learn(batch, count, np.float32(chosen.weight))
-    return outcome.step_row(groups, chosen, learned, run)
+    shares = run.plan.shares(run.lengths.open(self.progress.step))
+    return outcome.step_row(groups, chosen, learned, run, shares)
 
   # Parts of a step.
 
   def _attempt(self, picks) -> list[types.Group]:
     run, rollout = self.run, self.run.rollout
     samples = tuple((r, rollout.temperature) for r in range(rollout.samples))
+    picks = run.lengths.again(picks, self.progress.step)
     episodes = []
     for name, index in picks:
       task = run.tasks.pools[name].train_task(index, run.config.seed)
@@ -152,6 +155,7 @@ class Loop:
       groups = run.rollouts.collect(
           run.policy, self.progress.updates, episodes, root
       )
+    run.lengths.note(picks, list(map(_score, groups)), self.progress.step)
     self.workdir.note_reward()
     self.progress.tokens += sum(
         int(t.sampled.sum()) for g in groups for t in g.trajectories
@@ -228,6 +232,7 @@ class Loop:
         'plan': run.plan.state(),
         'curriculum': run.curriculum.state(),
         'scale': run.scale.state(),
+        'lengths': run.lengths.state(),
         'counters': {
             'step': progress.step, 'updates': progress.updates,
             'groups': progress.groups, 'tokens': progress.tokens,
@@ -240,7 +245,7 @@ class Loop:
     """Goes on from the newest whole checkpoint, or starts afresh."""
     run = self.run
     items = self.workdir.restore(
-        ('plan', 'curriculum', 'scale', 'counters', 'trained')
+        ('plan', 'curriculum', 'scale', 'lengths', 'counters', 'trained')
     )
     shown = self._load(fresh=items is None)
     if items is None:
@@ -249,6 +254,7 @@ class Loop:
     run.plan.set_state(items['plan'])
     run.curriculum.set_state(items['curriculum'])
     run.scale.set_state(items['scale'])
+    run.lengths.set_state(items['lengths'])
     self.progress = Progress(
         **items['counters'], trained=dict.fromkeys(items['trained'])
     )
@@ -266,3 +272,9 @@ class Loop:
       params, shown = imitation.warm_up(run, params, self.display)
     setup.place(run, params)
     return shown
+
+
+def _score(group: types.Group) -> float | None:
+  """The mean reward of what could be scored."""
+  values = [t.verdict.value for t in group.trajectories if t.verdict.valid]
+  return float(np.mean(values)) if values else None

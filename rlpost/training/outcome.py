@@ -1,6 +1,7 @@
 """What a run says of itself: a step's numbers, held-out results, the end."""
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -68,10 +69,12 @@ def shown(groups):
   return list(first.values())
 
 
-def step_row(groups, chosen: credit.Credit, learned, run) -> dict[str, Any]:
-  """What `metrics.jsonl` says of a step."""
+def step_row(
+    groups, chosen: credit.Credit, learned, run, shares: Mapping[str, float]
+) -> dict[str, Any]:
+  """What `metrics.jsonl` says of a step; `shares` are of open domains."""
   domains = {}
-  shares, scales = run.plan.shares(), run.scale.report()
+  scales, waiting = run.scale.report(), run.lengths.report()
   beliefs = run.curriculum.report()['domains']
   kept = {g.id for g in chosen.groups}
   for name in sorted(run.tasks.trained):
@@ -84,7 +87,8 @@ def step_row(groups, chosen: credit.Credit, learned, run) -> dict[str, Any]:
         'answers': len(verdicts),
         'invalid': sum(v.status == 'invalid' for v in verdicts),
         'infra': sum(v.status == 'infra' for v in verdicts),
-        'share': shares[name], 'belief': beliefs[name]['p'],
+        'share': shares.get(name, 0.0), 'waiting': waiting.get(name, 0),
+        'belief': beliefs[name]['p'],
         'scale': scales[name]['scale'] if name in scales else 1.0,
     }
   trajectories = [t for g in groups for t in g.trajectories]

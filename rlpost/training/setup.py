@@ -23,7 +23,7 @@ from rlpost.rewards.normalize import RewardScale
 from rlpost.rollouts import collect
 from rlpost.rollouts import engine as engines
 from rlpost.training import curriculum as curricula
-from rlpost.training import imitation, sections
+from rlpost.training import imitation, lengths, sections
 from rlpost.training import programs as program_lib
 from rlpost.training import state as states
 from rlpost.training import step as steps
@@ -53,6 +53,14 @@ class Tasks:
   @property
   def validation(self) -> dict:
     return {name: p.validation for name, p in self.sources.items()}
+
+  @property
+  def hardest(self) -> dict[str, float]:
+    """The largest difficulty of each trained domain, as its pools show it."""
+    return {
+        name: max(t.difficulty for t in (*pool.heldout, *pool.validation))
+        for name, pool in self.sources.items()
+    }
 
   def fingerprint(self, name: str) -> str:
     """Digest of a domain's shots and of the items that training refuses."""
@@ -152,7 +160,7 @@ class Policy:
 class Run(Policy):
   """Everything that a reinforcement-learning run holds.
 
-  `state` changes with every update; `plan`, `curriculum` and `scale` are host
+  `state` changes with every update; `plan` to `scale` are host
   objects whose state is JSON.
   """
 
@@ -173,6 +181,7 @@ class Run(Policy):
   scorer: scoring.Scorer
   plan: plans.Plan
   curriculum: curricula.Curriculum
+  lengths: lengths.Lengths
   scale: RewardScale
   state: states.TrainState | None = None
   frozen: Mapping[str, Any] | None = None
@@ -326,6 +335,7 @@ def build(config, scorer, display, workdir_tasks: Mapping | None = None) -> Run:
       plan=plans.Plan(sources, prompts=rollout.prompts, seed=config.seed,
                       **config.plan),
       curriculum=curricula.Curriculum(names, **config.curriculum),
+      lengths=lengths.Lengths(tasks.hardest, **config.get('lengths', {})),
       scale=RewardScale(**config.reward_scale),
   )
 
@@ -389,6 +399,7 @@ SECTIONS = {
     'warmup': (imitation.Warmup, ()),
     'plan': (plans.Plan, ('sources', 'prompts', 'seed')),
     'curriculum': (curricula.Curriculum, ('names',)),
+    'lengths': (lengths.Lengths, ('hardest',)),
     'reward_scale': (RewardScale, ()),
     'evaluation': (sections.Evaluation, ()),
     'checkpoint': (sections.Checkpoint, ()),

@@ -118,7 +118,7 @@ def test_hostile_answers_win_nothing(name, pools, scorer):
     assert verdict.valid and verdict.value <= limit, item.text[:20]
 
 
-@pytest.mark.parametrize('name', NAMES)
+@pytest.mark.parametrize('name', [n for n in NAMES if 'recall_' not in n])
 def test_prompts_are_short(name, pools):
   """In words and digits, a floor of what a tokenizer makes of them."""
   env = pools[name].environment()

@@ -149,6 +149,7 @@ def test_state_of_another_run_is_refused(half, name, value, error, words):
 
 def test_every_saved_item_is_in_these_tests(initial):
   tested = {*ITEMS, 'trained', 'rng', 'fingerprints', 'timing'}
+  tested |= {'lengths'}  # in `lengths_test`
   assert set(initial) == tested
 
 

@@ -44,6 +44,8 @@ def build(changes):
   with config.unlocked():
     for key, value in (BASE | changes).items():
       section, _, name = key.rpartition('.')
+      if section and section not in config:
+        config[section] = {}
       part = config[section] if section else config
       part[name] = value
   launching.check_config(config, setup.SECTIONS)
@@ -102,6 +104,16 @@ def plan(run):
     hit = float(step < 8)
     run.curriculum.update({'add': [hit] * 4, 'upper': [0.0, 0.0, hit, 0.0]})
   return drawn, run.curriculum.report()
+
+
+def lengths(run):
+  """What is drawn over two stages while every task fails."""
+  drawn = []
+  for step in range(6):
+    picks = run.plan.next(only=run.lengths.open(step))
+    drawn.append(run.lengths.again(picks, step))
+    run.lengths.note(drawn[-1], [0.3] * len(picks), step)
+  return drawn
 
 
 def tasks(run):

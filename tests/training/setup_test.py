@@ -36,6 +36,8 @@ def models():
     yield
 
 
+STAGES = ((0, 7), (3, 100))  # of the difficulties of `upper` and `add`
+CARRY = {'lengths.stages': STAGES, 'lengths.carry': 0.5}
 CASES = {
   'launcher': ('experiments.sft', probes.launcher),
   'seed': (1, probes.attempts),
@@ -104,6 +106,10 @@ CASES = {
   'curriculum.retire_at': (0.99, probes.plan),
   'curriculum.evidence': (1e3, probes.plan),
   'curriculum.prior': ((3.0, 1.0), probes.plan),
+  'lengths.stages': (STAGES, probes.lengths),
+  'lengths.carry': (0.5, probes.lengths, {'lengths.stages': STAGES}),
+  'lengths.below': (0.1, probes.lengths, CARRY),
+  'lengths.keep': (1, probes.lengths, CARRY),
   'reward_scale.decay': (0.5, probes.credited),
   'reward_scale.floor': (2.0, probes.credited),
   'reward_scale.power': (1, probes.credited),
@@ -213,6 +219,7 @@ def test_probes_see_nothing_where_nothing_changed(base):
     ({'optimizer.decay': 'step'}, "decay='step' must be one of"),
     ({'plan.floor': 2.0}, 'must be in'),
     ({'curriculum.explore': 0.0}, 'must be in'),
+    ({'lengths.stages': ((0, 1),)}, 'opens no domain at step 0'),
     ({'reward_scale.power': 3}, 'must be 1 or 2'),
     ({'train.row': 4}, 'config.train.row is no argument .* mean rows'),
     ({'extra': 4}, 'nothing reads config.extra'),

@@ -1,0 +1,96 @@
+"""Key-value recall: find a pair in a text of a wanted length, in few bytes.
+
+  '...c7.....a1...?a'     -> '1'            recall: dots up to the wanted length
+  '...c7.....a1...#'      -> 'a1c7'         the pairs in the order of their keys
+  'c7a1!'                 -> 'c7a1!c7a1!'   the pairs over and over
+
+The second and third kind teach the first. A decoder that starts from random
+numbers learns to look a key up from them within some hundred updates, while it
+gets one trained token per text from the first and learns nothing for thousands.
+
+Keys are letters, values digits. Of the letters every fifth is asked for in the
+`new` domains only: in training it stands in texts of the first kind, beside the
+pair that is asked for, and nowhere else. Difficulty is the length in bytes.
+"""
+
+import functools
+import string
+
+import numpy as np
+
+from rlpost.domains.domain import Domain, Item
+
+_NEW = string.ascii_lowercase[::5]
+_KEYS = ''.join(k for k in string.ascii_lowercase if k not in _NEW)
+PAIRS = 6
+REPEATED = 48  # bytes of an answer of the third kind, at most
+
+
+def _draw(rng, keys, count):
+  """`count` pairs of distinct keys."""
+  values = rng.integers(10, size=count)
+  chosen = rng.choice(list(keys), count, replace=False)
+  return [f'{k}{v}' for k, v in zip(chosen, values, strict=True)]
+
+
+def _scatter(rng, pairs, length):
+  """The pairs in this order in a text of `length` bytes."""
+  dots = length - sum(map(len, pairs))
+  ends = np.sort(rng.integers(dots + 1, size=len(pairs)))
+  gaps = np.diff(ends, prepend=0)
+  text = ''.join('.' * g + p for g, p in zip(gaps, pairs, strict=True))
+  return text.ljust(length, '.')
+
+
+def _item(question, gold):
+  return Item(question, {'name': 'exact', 'gold': gold}, len(question))
+
+
+def ask(rng: np.random.Generator, *, length: int, new: bool) -> Item:
+  """The value of one key; question, answer and its end take `length` bytes."""
+  asked = _draw(rng, _NEW if new else _KEYS, 1)[0]
+  others = (_KEYS + _NEW).replace(asked[0], '')
+  pairs = [asked, *_draw(rng, others, PAIRS - 1)]
+  pairs = [pairs[i] for i in rng.permutation(PAIRS)]
+  text = _scatter(rng, pairs, length - len('?a1\n'))
+  return _item(f'{text}?{asked[0]}', asked[1])
+
+
+def sort(rng: np.random.Generator, *, length: int) -> Item:
+  """All pairs, sorted; question, answer and its end take `length` bytes."""
+  pairs = _draw(rng, _KEYS, PAIRS)
+  gold = ''.join(sorted(pairs))
+  text = _scatter(rng, pairs, length - len('#\n') - len(gold))
+  return _item(f'{text}#', gold)
+
+
+def repeat(rng: np.random.Generator) -> Item:
+  """All pairs in their order, as often as they fit."""
+  pairs = ''.join(_draw(rng, _KEYS, int(rng.integers(3, 11)))) + '!'
+  return _item(pairs, pairs * (REPEATED // len(pairs)))
+
+
+def _domain(name, generate, answer):
+  return Domain(
+    f'recall_{name}',
+    'recall',
+    generate,
+    num_shots=0,
+    form='bare',
+    max_answer_tokens=answer + 1,
+  )
+
+
+def _ask(length, new=False):
+  name = f'{length}_new' if new else str(length)
+  return _domain(name, functools.partial(ask, length=length, new=new), 1)
+
+
+R64 = _ask(64)
+R256 = _ask(256)
+R256_NEW = _ask(256, new=True)
+R512 = _ask(512)
+R1024 = _ask(1024)
+R1024_NEW = _ask(1024, new=True)
+SORT = _domain('sort', functools.partial(sort, length=64), 2 * PAIRS)
+REPEAT = _domain('repeat', repeat, REPEATED)
