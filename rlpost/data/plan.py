@@ -149,7 +149,7 @@ class Plan:
     prompts = self._prompts if prompts is None else prompts
     if prompts < 1:
       raise errors.InputError(f'{prompts=} must be at least 1.')
-    names = self.names if only is None else tuple(sorted(only))
+    names = tuple(sorted(self.names if only is None else only))
     size = len(names)
     draws = _draws(self._seed, 'step', self.step, size + prompts)
     tie_D = np.argsort(draws[:size], kind='stable')
