@@ -11,8 +11,8 @@ extends a pretrained model: `--config.model.rope.kind=yarn`, linear or ntk.
 Variants `recall_64`, `recall_256` and `recall_1024` teach key-value recall from
 nothing, each on from the model of the one before (`--config.model.source=
 runs/long_context_sft-recall_64/model`). With seed 0 the first reaches 1.00 of
-its held-out tasks (greedy) and the second 1.00 at 256 bytes; seed 1 reached 0.34
-in the first. Keys that training never asks for stay at 0.02.
+its held-out tasks (greedy) and the second 1.00 at 256 bytes; seed 1 has 0.34
+after the first. Keys that training never asks for stay at 0.02.
 """
 
 import ml_collections
