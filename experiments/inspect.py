@@ -15,7 +15,9 @@ from experiments import launching
 from rlpost import errors
 
 STEP = launching.step_flag()
-JSON = flags.DEFINE_bool('json', False, 'Print one JSON object.')
+JSON = flags.DEFINE_bool(
+  'json', False, 'Print one JSON object.', allow_override=True
+)
 
 
 def main(config, workdir):

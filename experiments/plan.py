@@ -19,7 +19,10 @@ from experiments import launching
 from rlpost.planning import topology
 
 TOPOLOGY = flags.DEFINE_string('topology', None, 'A slice, such as v5e:4x4.')
-JSON = flags.DEFINE_string('json', None, 'Where to write the plan.')
+JSON = flags.DEFINE_string(
+  # Another launcher has one of this name; a process has one launcher.
+  'json', None, 'Where to write the plan.', allow_override=True
+)
 ONLY = flags.DEFINE_list('programs', [], 'Names of programs; default all.')
 PRICE = flags.DEFINE_float('price', None, 'USD of a chip for an hour.')
 SEARCH = flags.DEFINE_bool('search', False, 'Rank meshes, remat and offload.')
