@@ -103,8 +103,8 @@ def test_killed_at_every_step(launch, finished, tmp_path):
 def test_every_item_is_in_the_digest(finished):
   """What the equality above rests on."""
   step = runs.results(finished[0])['checkpoint 6']
-  assert {'trainable', 'opt', 'plan', 'curriculum', 'scale', 'counters', 'rng',
-          'trained', 'fingerprints'} == set(step[1])
+  assert {'trainable', 'opt', 'plan', 'curriculum', 'scale', 'lengths', 'rng',
+          'counters', 'trained', 'fingerprints'} == set(step[1])
 
 
 def test_another_seed_is_told_apart(launch, finished, tmp_path):
