@@ -131,6 +131,16 @@ def layer(params: Params, i: int) -> dict:
   return {k: x[i] for k, x in part.items()} if is_stacked(params) else part
 
 
+def by_period(config: ModelConfig, params: Params) -> dict:
+  """Stacked layers, to be scanned: [periods, layers of a period, ...]."""
+  return {
+      k.removeprefix('layers/'): v.reshape(
+          -1, len(config.windows), *v.shape[1:]
+      )
+      for k, v in params.items() if k.startswith('layers/')
+  }
+
+
 @functools.cache
 def layer_axes(config: ModelConfig) -> dict:
   """Logical axes of the parameters of one layer, named as `layer` does."""
@@ -229,10 +239,7 @@ def hidden(
     layers[window] = layer_ if scanned else jax.jit(layer_)
   period = len(config.windows)
   if scanned:
-    stacked = {
-        k.removeprefix('layers/'): v.reshape(-1, period, *v.shape[1:])
-        for k, v in params.items() if k.startswith('layers/')
-    }
+    stacked = by_period(config, params)
 
     def some(x, w):
       for i, window in enumerate(config.windows):

@@ -127,10 +127,7 @@ def through(layout: Layout, params, one, x, read, state):
       w = transformer.layer(params, i)
       x, state[i] = layers[i % period](w, x, read[i], state[i], None)
     return x, tuple(state)
-  stacked = {
-      k.removeprefix('layers/'): v.reshape(-1, period, *v.shape[1:])
-      for k, v in params.items() if k.startswith('layers/')
-  }
+  stacked = transformer.by_period(model, params)
 
   def some(carry, xs):
     x, state = carry
