@@ -88,7 +88,7 @@ def _smoke(config):
 
 
 def _recall(config):
-  config.steps = 700
+  config.steps = 1500
   config.mesh.context = 1
   config.domains.names = ('recall_64', 'recall_repeat', 'recall_sort')
   config.domains.unseen = ()
@@ -101,7 +101,7 @@ def _recall(config):
   config.train.backend = 'dense'
   config.evaluation.slots = 64
   config.evaluation.admit = 16
-  config.checkpoint.every = 350
+  config.checkpoint.every = 750
 
 
 def _256(config):

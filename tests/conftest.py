@@ -7,12 +7,16 @@ a test runs as a user's would.
 """
 
 import contextlib
+import gc
+import itertools
 import os
 import pathlib
 import shutil
 
 ROOT = pathlib.Path(__file__).parents[1]
 CACHE_LIMIT_BYTES = 2**30
+MAPS_LIMIT = 20_000  # Linux allows a process 65,530
+_ended = itertools.count(1)
 
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', str(ROOT / '.jax_cache'))
@@ -37,3 +41,17 @@ def pytest_configure(config):
   with contextlib.suppress(FileNotFoundError):  # another run cleans up
     if sum(f.stat().st_size for f in cache.glob('*')) > CACHE_LIMIT_BYTES:
       shutil.rmtree(cache, ignore_errors=True)
+
+
+def pytest_runtest_teardown():
+  """Drops compiled programs before their memory maps run out.
+
+  A program for 8 CPU devices holds some hundred; past the limit the compiler
+  ends the process with a segmentation fault.
+  """
+  if next(_ended) % 20:  # reading the maps takes 15 ms
+    return
+  with contextlib.suppress(FileNotFoundError):  # not Linux
+    if MAPS_LIMIT < pathlib.Path('/proc/self/maps').read_bytes().count(b'\n'):
+      jax.clear_caches()
+      gc.collect()

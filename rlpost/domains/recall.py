@@ -8,9 +8,9 @@ The second and third kind teach the first. A decoder that starts from random
 numbers learns to look a key up from them within some hundred updates, while it
 gets one trained token per text from the first and learns nothing for thousands.
 
-Keys are letters, values digits. Of the letters every fifth is asked for in the
-`new` domains only: in training it stands in texts of the first kind, beside the
-pair that is asked for, and nowhere else. Difficulty is the length in bytes.
+Keys are letters, values digits. Every fifth letter is asked for in the `new`
+domains only: in training such pairs stand beside the one that is asked for and
+are repeated, but no question names them. Difficulty is the length in bytes.
 """
 
 import functools
@@ -66,7 +66,7 @@ def sort(rng: np.random.Generator, *, length: int) -> Item:
 
 def repeat(rng: np.random.Generator) -> Item:
   """All pairs in their order, as often as they fit."""
-  pairs = ''.join(_draw(rng, _KEYS, int(rng.integers(3, 11)))) + '!'
+  pairs = ''.join(_draw(rng, _KEYS + _NEW, int(rng.integers(3, 11)))) + '!'
   return _item(pairs, pairs * (REPEATED // len(pairs)))
 
 
