@@ -66,6 +66,7 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
       'groups': 40,
       'updates': 1,
       'backend': 'ring',
+      'block': 128,
       'remat': 'none',
       'chunk': 512,
       'clip_norm': 1.0,

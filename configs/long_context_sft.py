@@ -55,6 +55,7 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
       'length': 1024,
       'slots': 512,
       'backend': 'ring',
+      'block': 128,
       'remat': 'none',
       'chunk': 512,
       'clip_norm': 1.0,

@@ -75,6 +75,7 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
       'groups': 8,
       'updates': 1,
       'backend': 'ring',
+      'block': 256,
       'remat': 'full',
       'chunk': 512,
       'clip_norm': 1.0,

@@ -222,8 +222,12 @@ def _pick(tree, n):
   )
 
 
+def _put(x, n, row):
+  return jax.lax.dynamic_update_index_in_dim(x, row, n, 0)
+
+
 def _add_at(x, n, change):
-  return jax.lax.dynamic_update_index_in_dim(x, _pick(x, n) + change, n, 0)
+  return _put(x, n, _pick(x, n) + change)
 
 
 def _product(equation, x, y):
@@ -272,12 +276,14 @@ def zeros(like):
 def accumulate(sums: Sums, queries: Queries, keys: Keys, spec: Spec) -> Sums:
   """Adds what the queries see of these keys."""
 
-  def one_query_block(_, args):
-    (q, query), sums, live, count = args
+  live, count = _visits(queries, keys, spec.rule)
+
+  def one_query_block(i, sums):
+    q, query = _pick(queries, i)
 
     def visit(n, sums):
       top, total, out = sums
-      k, v, key = _pick(keys, live[n])
+      k, v, key = _pick(keys, live[i, n])
       scores = _scores(q, k, query, key, spec)
       new = jnp.maximum(top, scores.max(-1))
       p = jnp.exp(scores - new[..., None])
@@ -288,11 +294,11 @@ def accumulate(sums: Sums, queries: Queries, keys: Keys, spec: Spec) -> Sums:
       )
       return Sums(new, total, out)
 
-    return None, jax.lax.fori_loop(0, count, visit, sums)
+    found = jax.lax.fori_loop(0, count[i], visit, _pick(sums, i))
+    return jax.tree.map(lambda x, y: _put(x, i, y), sums, found)
 
-  return jax.lax.scan(
-      one_query_block, None, (queries, sums, *_visits(queries, keys, spec.rule))
-  )[1]
+  # Not a scan: its results would take a second place beside `sums`.
+  return jax.lax.fori_loop(0, len(live), one_query_block, sums)
 
 
 def finish(sums: Sums):
@@ -329,12 +335,15 @@ def gradients(d_q, queries: Queries, keys: Keys, pull: Pull, spec: Spec):
   """fp32 gradients in blocks: (`d_q` and what these keys add to that of the
   scaled queries, that of the keys, that of the values)."""
 
-  def one_query_block(carry, args):
-    d_q, (q, query), (d_out, delta, lse), live, count = args
+  live, count = _visits(queries, keys, spec.rule)
+
+  def one_query_block(i, state):
+    (q, query), (d_out, delta, lse) = _pick((queries, pull), i)
+    all_d_q, *state = state
 
     def visit(n, state):
       d_q, d_k, d_v = state
-      k, v, key = _pick(keys, live[n])
+      k, v, key = _pick(keys, live[i, n])
       scores = _scores(q, k, query, key, spec)
       p = jnp.exp(scores - lse[..., None])
       d_p = _product('bjqp,bjsp->bjqs', d_out, v)
@@ -343,19 +352,17 @@ def gradients(d_q, queries: Queries, keys: Keys, pull: Pull, spec: Spec):
         d_s *= _slope(scores, spec.softcap)
       d_s, p = d_s.astype(k.dtype), p.astype(v.dtype)
       d_q = d_q + _product('bjqs,bjsp->bjqp', d_s, k)
-      d_k = _add_at(d_k, live[n], _product('bjqs,bjqp->bjsp', d_s, q))
-      d_v = _add_at(d_v, live[n], _product('bjqs,bjqp->bjsp', p, d_out))
+      d_k = _add_at(d_k, live[i, n], _product('bjqs,bjqp->bjsp', d_s, q))
+      d_v = _add_at(d_v, live[i, n], _product('bjqs,bjqp->bjsp', p, d_out))
       return d_q, d_k, d_v
 
-    d_q, *carry = jax.lax.fori_loop(0, count, visit, (d_q, *carry))
-    return tuple(carry), d_q
+    d_q, *state = jax.lax.fori_loop(
+        0, count[i], visit, (_pick(all_d_q, i), *state)
+    )
+    return _put(all_d_q, i, d_q), *state
 
-  start = zeros(keys.k), zeros(keys.v)
-  (d_k, d_v), d_q = jax.lax.scan(
-      one_query_block, start,
-      (d_q, queries, pull, *_visits(queries, keys, spec.rule)),
-  )
-  return d_q, d_k, d_v
+  start = d_q, zeros(keys.k), zeros(keys.v)
+  return jax.lax.fori_loop(0, len(live), one_query_block, start)
 
 
 def _forward(q, k, v, query, key, spec):

@@ -132,22 +132,37 @@ def _pass_on(tree):
   return jax.tree.map(lambda x: jax.lax.ppermute(x, AXIS, around), tree)
 
 
+def _parts(keys):
+  """Keys that tour the ring one part after the other.
+
+  So that what is on its way takes little memory. A part has every so manieth
+  block: early and late tokens, that no device waits for others.
+  """
+  blocks = len(keys.k)
+  count = next(n for n in (4, 3, 2, 1) if blocks % n == 0)
+  return jax.tree.map(
+      lambda x: x.reshape(-1, count, *x.shape[1:]).swapaxes(0, 1), keys
+  )
+
+
 def _ring_forward(q, k, v, query, key, spec):
   # See `blockwise`: a scan over layers would store every mask.
   q_, query_, key_ = jax.lax.optimization_barrier((q, query, key))
   groups = q.shape[2] // k.shape[2]
   queries = blockwise.cut_queries(q_, query_, groups, spec.block)
-  keys = blockwise.cut_keys(k, v, key_, spec.block)
 
   def hop(carry, _):
     sums, keys = carry
     coming = _pass_on(keys)  # on its way while these are used
     return (blockwise.accumulate(sums, queries, keys, spec), coming), None
 
-  carry = blockwise.no_sums(queries), keys
-  ways = jax.lax.axis_size(AXIS)
-  sums, keys = jax.lax.scan(hop, carry, None, length=ways - 1)[0]
-  sums = blockwise.accumulate(sums, queries, keys, spec)
+  def tour(sums, keys):
+    ways = jax.lax.axis_size(AXIS)
+    sums, keys = jax.lax.scan(hop, (sums, keys), None, length=ways - 1)[0]
+    return blockwise.accumulate(sums, queries, keys, spec), None
+
+  parts = _parts(blockwise.cut_keys(k, v, key_, spec.block))
+  sums = jax.lax.scan(tour, blockwise.no_sums(queries), parts)[0]
   out, lse = blockwise.joined(*blockwise.finish(sums), groups, q)
   return (out, lse), (q, k, v, query, key, out, lse)
 
@@ -158,7 +173,6 @@ def _ring_backward(spec, residuals, cotangents):
   d_out, query, key = jax.lax.optimization_barrier((d_out, query, key))
   groups = q.shape[2] // k.shape[2]
   queries = blockwise.cut_queries(q, query, groups, spec.block)
-  keys = blockwise.cut_keys(k, v, key, spec.block)
   size = queries.where.segment.shape[-1]
   pull = blockwise.cut_pull(d_out, d_lse, out, lse, groups, size, v.dtype)
 
@@ -171,13 +185,18 @@ def _ring_backward(spec, residuals, cotangents):
     d_kv = [a + b for a, b in zip(d_kv, more, strict=True)]
     return (d_q, d_kv, coming), None
 
-  coming = _pass_on(keys)
-  d_q = blockwise.zeros(queries.q)
-  d_q, *d_kv = blockwise.gradients(d_q, queries, keys, pull, spec)
-  ways = jax.lax.axis_size(AXIS)
-  carry = d_q, d_kv, coming
-  d_q, d_kv, _ = jax.lax.scan(hop, carry, None, length=ways - 1)[0]
-  found = blockwise.joined_gradients(d_q, *_pass_on(d_kv), q, k, v)
+  def tour(d_q, keys):
+    coming = _pass_on(keys)
+    d_q, *d_kv = blockwise.gradients(d_q, queries, keys, pull, spec)
+    carry = d_q, d_kv, coming
+    ways = jax.lax.axis_size(AXIS)
+    d_q, d_kv, _ = jax.lax.scan(hop, carry, None, length=ways - 1)[0]
+    return d_q, _pass_on(d_kv)
+
+  parts = _parts(blockwise.cut_keys(k, v, key, spec.block))
+  d_q, d_kv = jax.lax.scan(tour, blockwise.zeros(queries.q), parts)
+  d_k, d_v = (x.swapaxes(0, 1).reshape(-1, *x.shape[2:]) for x in d_kv)
+  found = blockwise.joined_gradients(d_q, d_k, d_v, q, k, v)
   return *found, None, None
 
 

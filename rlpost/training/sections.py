@@ -67,13 +67,14 @@ class Train:
   groups: int = 0
   updates: int = 1
   backend: str = 'dense'
+  block: int = 256
   remat: str = 'none'
   chunk: int = 512
   clip_norm: float = 1.0
   offload: bool = False
 
   def __post_init__(self):
-    _at_least_1('train', self, 'rows', 'updates', 'chunk')
+    _at_least_1('train', self, 'rows', 'updates', 'block', 'chunk')
 
 
 @dataclasses.dataclass(frozen=True)

@@ -275,8 +275,8 @@ def shapes(config, mesh, measured=(0, 0, 0)) -> program_lib.Shapes:
   return program_lib.Shapes(
       step=steps.StepConfig(
           model=section.model, recipe=recipe, layout=layout,
-          backend=train.backend, remat=train.remat, chunk=train.chunk,
-          clip_norm=train.clip_norm, dtype=section.dtype,
+          backend=train.backend, block=train.block, remat=train.remat,
+          chunk=train.chunk, clip_norm=train.clip_norm, dtype=section.dtype,
           offload=train.offload,
       ),
       stacked=section.stacked, trainable=section.trainable,

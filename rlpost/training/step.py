@@ -36,7 +36,7 @@ class StepConfig:
     model: shape of the decoder.
     recipe: what is trained on.
     layout: a promise about the rows, or None.
-    backend: of attention, one of `ops.attention.BACKENDS`.
+    backend, block: of attention; see `ops.attention.attention`.
     remat: what the backward pass computes again. XLA's CPU back end undoes it
       between per-layer leaves: there it needs the stacked layout.
     chunk: loss slots whose logits exist at one time.
@@ -50,6 +50,7 @@ class StepConfig:
   recipe: recipes.Recipe
   layout: SharedPrefix | None = None
   backend: str = 'dense'
+  block: int = 256
   remat: str = 'none'
   chunk: int = 512
   clip_norm: float = 1.0
@@ -82,7 +83,7 @@ def outputs(config: StepConfig, params, rows: types.Batch):
   def attend(q, k, v, window):
     return attention(
         q, k, v, where, backend=config.backend, rule=Rule(window),
-        layout=config.layout, masks=masks.get(window),
+        layout=config.layout, block=config.block, masks=masks.get(window),
     )
 
   h_BTD = transformer.hidden(

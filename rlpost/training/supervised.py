@@ -56,13 +56,14 @@ class Train:
   slots: int
   micro: int = 1
   backend: str = 'dense'
+  block: int = 256
   remat: str = 'none'
   chunk: int = 512
   clip_norm: float = 1.0
   offload: bool = False
 
   def __post_init__(self):
-    for name in ('rows', 'micro', 'length', 'slots'):
+    for name in ('rows', 'micro', 'length', 'slots', 'block'):
       if getattr(self, name) < 1:
         raise errors.InputError(
             f'train.{name}={getattr(self, name)} must be at least 1.'
@@ -106,8 +107,8 @@ def shapes(config, mesh, measured) -> program_lib.Shapes:
   return program_lib.Shapes(
       step=steps.StepConfig(
           model=section.model, recipe=imitation.RECIPE, backend=train.backend,
-          remat=train.remat, chunk=train.chunk, clip_norm=train.clip_norm,
-          dtype=section.dtype, offload=train.offload,
+          block=train.block, remat=train.remat, chunk=train.chunk,
+          clip_norm=train.clip_norm, dtype=section.dtype, offload=train.offload,
       ),
       stacked=section.stacked, trainable=section.trainable,
       optimizer=states.adamw(total_steps=config.steps, **config.optimizer),

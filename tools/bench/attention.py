@@ -49,11 +49,12 @@ def _mesh(ways):
   return sharding.make_mesh(context=ways, devices=jax.devices()[:ways])
 
 
-def _attend(backend, q, k, v, *, zigzag=1, block=128):
+def _attend(backend, q, k, v, *, ways=1, block=128):
   """Causal attention of one document, its tokens spread in zigzag order."""
-  from rlpost.ops import attention, context
+  from rlpost.data import zigzag
+  from rlpost.ops import attention
 
-  order = context.zigzag(q.shape[1], zigzag)[None]
+  order = zigzag.places(q.shape[1], ways)[None]
   where = attention.Where(order, order, 0 * order, 0 * order - 2)
   return attention.attention(q, k, v, where, backend=backend, block=block)
 
@@ -151,7 +152,7 @@ def forward(times):
   with sharding.use(mesh):
     q, k, v, _ = _states(mesh, 8192, HEADS)
     cases = {
-        'ring': functools.partial(_attend, 'ring', zigzag=WAYS),
+        'ring': functools.partial(_attend, 'ring', ways=WAYS),
         'plain': functools.partial(_attend, 'dense'),
         'ringattention': _ringattention(mesh),
     }
@@ -218,7 +219,7 @@ def memory(path):
     for length in LENGTHS:
       with sharding.use(mesh):
         args = _states(mesh, length, KV_HEADS, random=False)
-        attend = functools.partial(_attend, backend, zigzag=WAYS)
+        attend = functools.partial(_attend, backend, ways=WAYS)
         temp = _temp_bytes(_gradient(attend), args) / 2**20
       found[backend].append(temp)
       own = 2 * (HEADS + KV_HEADS) * 2 * WIDTH * 4 * length / ways / 2**20
