@@ -38,4 +38,15 @@ FAULTS = (
     ('the ring drops the gradient of the log-sum-exp',
      'cut_pull(d_out, d_lse, out,', 'cut_pull(d_out, 0 * d_lse, out,'),
   )),
+  ('rlpost/ops/context.py', 'tests/ops/context_faults_test.py::test_zigzag_'
+   'keeps_all_devices_busy', (
+    ('a part of the keys that tours has early tokens or late ones',
+     'x.reshape(-1, count, *x.shape[1:]).swapaxes(0, 1)',
+     'x.reshape(count, -1, *x.shape[1:])'),
+  )),
+  ('rlpost/ops/context.py', 'tests/ops/context_test.py::test_memory_of_a_'
+   'device_goes_by_its_share_of_the_tokens', (
+    ('all keys tour the ring at one time', 'for n in (4, 3, 2, 1) if',
+     'for n in (1,) if'),
+  )),
 )

@@ -132,6 +132,12 @@ def _pass_on(tree):
   return jax.tree.map(lambda x: jax.lax.ppermute(x, AXIS, around), tree)
 
 
+def _pass_keys_on(keys):
+  # What says where they stand in one message: a TPU has five on their way.
+  where = type(keys.where)(*_pass_on(jnp.stack(keys.where)))
+  return type(keys)(*_pass_on((keys.k, keys.v)), where)
+
+
 def _parts(keys):
   """Keys that tour the ring one part after the other.
 
@@ -153,7 +159,7 @@ def _ring_forward(q, k, v, query, key, spec):
 
   def hop(carry, _):
     sums, keys = carry
-    coming = _pass_on(keys)  # on its way while these are used
+    coming = _pass_keys_on(keys)  # on its way while these are used
     return (blockwise.accumulate(sums, queries, keys, spec), coming), None
 
   def tour(sums, keys):
@@ -180,13 +186,13 @@ def _ring_backward(spec, residuals, cotangents):
     # One hop behind: what the last one added and the next keys both travel
     # while these keys are used. Adding first would leave nothing to hide it.
     d_q, d_kv, keys = carry
-    d_kv, coming = _pass_on(d_kv), _pass_on(keys)
+    d_kv, coming = _pass_on(d_kv), _pass_keys_on(keys)
     d_q, *more = blockwise.gradients(d_q, queries, keys, pull, spec)
     d_kv = [a + b for a, b in zip(d_kv, more, strict=True)]
     return (d_q, d_kv, coming), None
 
   def tour(d_q, keys):
-    coming = _pass_on(keys)
+    coming = _pass_keys_on(keys)
     d_q, *d_kv = blockwise.gradients(d_q, queries, keys, pull, spec)
     carry = d_q, d_kv, coming
     ways = jax.lax.axis_size(AXIS)
@@ -195,8 +201,8 @@ def _ring_backward(spec, residuals, cotangents):
 
   parts = _parts(blockwise.cut_keys(k, v, key, spec.block))
   d_q, d_kv = jax.lax.scan(tour, blockwise.zeros(queries.q), parts)
-  d_k, d_v = (x.swapaxes(0, 1).reshape(-1, *x.shape[2:]) for x in d_kv)
-  found = blockwise.joined_gradients(d_q, d_k, d_v, q, k, v)
+  d_kv = (x.swapaxes(0, 1).reshape(-1, *x.shape[2:]) for x in d_kv)
+  found = blockwise.joined_gradients(d_q, *d_kv, q, k, v)
   return *found, None, None
 
 

@@ -120,20 +120,26 @@ def test_a_shared_prefix_equals_a_row_for_each_sample():
 
 @functools.partial(jax.jit, static_argnames=['size'])
 def visited(query, key, size=512):
-  """How many pairs of blocks a device visits of another's keys."""
+  """How many pairs of blocks a device visits of each part of another's keys."""
   queries = blockwise.Queries(None, blockwise._cut_where(query, size))
-  keys = blockwise.Keys(None, None, blockwise._cut_where(key, size))
-  return blockwise._visits(queries, keys, oracle.CAUSAL.rule)[1].sum()
+  where = blockwise._cut_where(key, size)
+  parts = context._parts(blockwise.Keys(where.order, where.order, where))
+  return jax.lax.map(
+      lambda part: blockwise._visits(queries, part, oracle.CAUSAL.rule)[1].sum(),
+      parts,
+  )
 
 
 def critical_path(where, ways):
-  """(Blocks on the slowest device of each hop, summed; mean of a device)."""
-  parts = [Where(*x) for x in zip(
+  """(Blocks on the slowest device of each hop of each part, summed; mean of a
+  device)."""
+  pieces = [Where(*x) for x in zip(
       *(np.split(x, ways, axis=1) for x in where), strict=True)]
   count = np.array([
-      [visited(parts[i], parts[i - hop]) for i in range(ways)]
+      [visited(pieces[i], pieces[i - hop]) for i in range(ways)]
       for hop in range(ways)
   ])
+  assert count.shape[2] == 4
   return count.max(1).sum(), count.sum() / ways
 
 

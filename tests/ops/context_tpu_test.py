@@ -126,14 +126,14 @@ def hops(text):
 
 def test_all_that_travels_forward_does_so_while_a_hop_is_computed(texts):
   (found,) = hops(texts[0])
-  assert found == (4, 4)  # keys, values, orders, segments
+  assert found == (3, 3)  # keys, values, where they stand
 
 
-def test_most_of_what_travels_backward_does_so_too(texts):
-  forward, backward = sorted(hops(texts[1]))
-  assert forward == (4, 4)
-  total, hidden = backward
-  assert total == 6 and hidden >= 0.8 * total
+def test_all_that_travels_backward_does_so_too_but_for_the_way_home(texts):
+  forward, tour, hop = sorted(hops(texts[1]))
+  assert forward == (3, 3)
+  assert tour == (5, 3)  # two gradients, once a tour of eight hops
+  assert hop == (5, 5)
 
 
 def test_the_kernel_compiles_with_its_own_gradient():
