@@ -28,9 +28,7 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
       'stacked': True,
       'trainable': '.*',
       'dtype': 'bfloat16',
-      'rope': {
-          'kind': 'none', 'factor': 8.0, 'original_max_position': 131_072,
-      },
+      'rope': {'kind': 'none', 'factor': 8.0, 'original_max_position': 2**17},
   }
   config.mesh = {'data': 1, 'fsdp': 8, 'tensor': 1, 'context': 8}
   config.domains = {

@@ -20,7 +20,7 @@ from rlpost import errors
 from rlpost.planning import topology
 
 # Of what a kept verdict says; verdicts of another format are made anew.
-FORMAT = 3
+FORMAT = 4
 _UNITS = {'K': 2**10, 'M': 2**20, 'G': 2**30, 'T': 2**40}
 
 

@@ -8,6 +8,7 @@ pairs that may see each other, a prompt that completions share once.
 import dataclasses
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 
@@ -114,35 +115,48 @@ def _rows_flops(shapes: Shapes, rows: int, tokens: int, slots: int) -> float:
   )
 
 
-def device_bytes(leaf) -> int:
-  """Of an abstract array, on one device."""
+def device_bytes(leaf, layout=None) -> int:
+  """Of an abstract array, on one device.
+
+  Args:
+    layout: a compiler's; a TPU pads the minor dimensions of an array to tiles,
+      of which the first counts and the others sort its elements.
+  """
   shape = leaf.shape
   if getattr(leaf, 'sharding', None) is not None:
     shape = leaf.sharding.shard_shape(shape)
   item = getattr(leaf.dtype, 'itemsize', 8)
+  if layout is not None and layout.tiling and shape:
+    shape = [shape[i] for i in layout.major_to_minor]
+    tile = layout.tiling[0]
+    for i, edge in zip(range(-len(tile), 0), tile, strict=True):
+      shape[i] += -shape[i] % edge
   return math.prod(shape) * item
 
 
-def unread(program: Program, compiled) -> frozenset[int]:
-  """Ids of the arguments that a compiled program does not take.
+def taken(program: Program, compiled) -> dict[int, Any]:
+  """Layouts of the arguments that a compiled program takes, by their ids.
 
   A prefill, for one, does not read the output head.
   """
-  given, taken = (
-      jax.tree.leaves(tree, is_leaf=lambda x: x is None)
-      for tree in (program.arguments, compiled.input_shardings[0])
+  given, formats = map(
+      jax.tree.leaves, (program.arguments, compiled.input_formats[0])
   )
-  return frozenset(
-      id(x) for x, place in zip(given, taken, strict=True) if place is None
-  )
+  return {
+      id(x): found.layout for x, found in zip(given, formats, strict=True)
+      if found.layout is not None
+  }
 
 
 def argument_bytes(
-    program: Program, skip: frozenset[int] = frozenset()
+    program: Program, layouts: Mapping[int, Any] | None = None
 ) -> dict[str, int]:
   """Bytes of what a program is called with, on one device, by kind.
 
-  'host' is what stays in the memory of the host; `skip` is of `unread`.
+  'host' is what stays in the memory of the host.
+
+  Args:
+    layouts: of `taken`; what is not there is left out.
   """
   sums = dict.fromkeys(
       ('parameters', 'optimizer', 'cache', 'batch', 'host'), 0
@@ -150,11 +164,12 @@ def argument_bytes(
 
   def add(kind, tree):
     for leaf in jax.tree.leaves(tree):
-      if id(leaf) in skip:
+      if layouts is not None and id(leaf) not in layouts:
         continue
+      layout = layouts and layouts[id(leaf)]
       sharding = getattr(leaf, 'sharding', None)
       away = getattr(sharding, 'memory_kind', None) == 'pinned_host'
-      sums['host' if away else kind] += device_bytes(leaf)
+      sums['host' if away else kind] += device_bytes(leaf, layout)
 
   for argument in program.arguments:
     if isinstance(argument, TrainState):

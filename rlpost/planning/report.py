@@ -25,15 +25,16 @@ def of(compiled, program, shapes, mesh, name, topology_name) -> dict[str, Any]:
       memory.argument_size_in_bytes + memory.output_size_in_bytes
       - memory.alias_size_in_bytes + memory.temp_size_in_bytes
   )
-  kinds = cost.argument_bytes(program, cost.unread(program, compiled))
-  rest = sum(cost.argument_bytes(program).values()) - sum(kinds.values())
+  layouts = cost.taken(program, compiled)
+  all_bytes, read = (
+      sum(cost.argument_bytes(program, which).values())
+      for which in (None, dict.fromkeys(layouts))
+  )
+  kinds = cost.argument_bytes(program, layouts)
   host = kinds.pop('host')
-  outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
-  # A TPU pads the last two dimensions of an array to its tiles.
-  padding = memory.argument_size_in_bytes - sum(kinds.values())
   kinds |= {
-      'padding': padding, 'activations': memory.temp_size_in_bytes,
-      'outputs': outputs,
+      'activations': memory.temp_size_in_bytes,
+      'outputs': memory.output_size_in_bytes - memory.alias_size_in_bytes,
   }
   text = compiled.as_text()
   loops = shapes.micro if name in ('train', 'score') else 1
@@ -41,7 +42,7 @@ def of(compiled, program, shapes, mesh, name, topology_name) -> dict[str, Any]:
   chip, chips = topology.parse(topology_name)
   out = {
       'fits': True, 'bytes': {**kinds, 'total': total, 'host': host},
-      'unread': rest,
+      'unread': all_bytes - read,
       'limit': int(chip.hbm_bytes / chip.cores),
       'collectives': hlo.totals(found), 'overlap': hlo.overlap(text, loops),
       'flops': None, 'roofline': None,

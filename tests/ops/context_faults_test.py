@@ -124,9 +124,9 @@ def visited(query, key, size=512):
   queries = blockwise.Queries(None, blockwise._cut_where(query, size))
   where = blockwise._cut_where(key, size)
   parts = context._parts(blockwise.Keys(where.order, where.order, where))
+  rule = oracle.CAUSAL.rule
   return jax.lax.map(
-      lambda part: blockwise._visits(queries, part, oracle.CAUSAL.rule)[1].sum(),
-      parts,
+      lambda part: blockwise._visits(queries, part, rule)[1].sum(), parts
   )
 
 
