@@ -8,11 +8,11 @@ A byte model learns solved tasks, some hundred to a row of 1,024 tokens. `rope`
 extends a pretrained model: `--config.model.rope.kind=yarn`, linear or ntk.
 `tiny_add` is evaluated and never trained on.
 
-Variants `recall_64`, `recall_256` and `recall_1024` teach key-value recall from
+Variants `recall_copy`, `recall_64` and `recall_256` teach key-value recall from
 nothing, each on from the model of the one before (`--config.model.source=
-runs/long_context_sft-recall_64/model`). With seed 0 the first reaches 1.00 of
-its held-out tasks (greedy) and the second 1.00 at 256 bytes; seed 1 has 0.34
-after the first. Keys that training never asks for stay at 0.02.
+runs/long_context_sft-recall_copy/model`). `recall_extended` goes on at 256
+tokens under an extension of RoPE (`--config.model.rope.kind`) and is evaluated
+before and after at up to four times the trained length.
 """
 
 import ml_collections
@@ -66,8 +66,9 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
   }
   config.checkpoint = {'every': 75, 'keep_latest': 1}
   variants = {
-      'smoke': (_smoke,), 'recall_64': (_recall,),
-      'recall_256': (_recall, _256), 'recall_1024': (_recall, _1024),
+      'smoke': (_smoke,), 'recall_copy': (_recall,),
+      'recall_64': (_recall, _64), 'recall_256': (_recall, _256),
+      'recall_extended': (_recall, _256, _extended),
       'recall_smoke': (_recall, _recall_smoke),
   }
   if variant and variant not in variants:
@@ -89,12 +90,13 @@ def _smoke(config):
 
 
 def _recall(config):
-  config.steps = 1500
+  config.steps = 500
   config.mesh.context = 1
-  config.domains.names = ('recall_64', 'recall_repeat', 'recall_sort')
+  config.domains.names = ('recall_copy', 'recall_repeat')
   config.domains.unseen = ()
-  config.data.examples = 8000
+  config.data.examples = 20_000
   config.data.look_ahead = 32
+  config.optimizer.learning_rate = 2e-3
   config.optimizer.warmup_steps = 50
   config.train.rows = 8
   config.train.length = 256
@@ -102,30 +104,32 @@ def _recall(config):
   config.train.backend = 'dense'
   config.evaluation.slots = 64
   config.evaluation.admit = 16
-  config.checkpoint.every = 750
+  config.checkpoint.every = 500
+
+
+def _64(config):
+  config.steps = 400
+  config.domains.names = ('recall_64', 'recall_64_all')
 
 
 def _256(config):
   config.steps = 400
-  config.domains.names = ('recall_256', 'recall_repeat', 'recall_sort')
+  config.domains.names = ('recall_256', 'recall_256_all')
   config.domains.unseen = ('recall_256_new',)
   config.data.examples = 4000
-  config.optimizer.learning_rate = 2e-3
-  config.checkpoint.every = 200
 
 
-def _1024(config):
-  config.steps = 60
+def _extended(config):
+  config.steps = 100
+  config.model.rope.kind = 'yarn'
   config.model.rope.original_max_position = 256
-  config.domains.names = ('recall_1024', 'recall_sort')
-  config.domains.unseen = ('recall_1024_new', 'recall_256')
+  config.domains.unseen = (
+      'recall_512', 'recall_1024', 'recall_256_new', 'recall_1024_new',
+  )
   config.domains.heldout = 128
   config.data.examples = 1000
   config.optimizer.learning_rate = 1e-3
-  config.optimizer.warmup_steps = 6
-  config.train.rows = 4
-  config.train.length = 1024
-  config.checkpoint.every = 60
+  config.optimizer.warmup_steps = 10
 
 
 def _recall_smoke(config):

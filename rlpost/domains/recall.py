@@ -1,12 +1,14 @@
 """Key-value recall: find a pair in a text of a wanted length, in few bytes.
 
   '...c7.....a1...?a'     -> '1'            recall: dots up to the wanted length
-  '...c7.....a1...#'      -> 'a1c7'         the pairs in the order of their keys
-  'c7a1!'                 -> 'c7a1!c7a1!'   the pairs over and over
+  '...c7.....a1...?a'     -> '1?c7'         all: one question after the other
+  'c7a1!'                 -> 'c7a1!c7a1!'   repeat: pairs over and over
+  'x0k!'                  -> 'x0k!x0k!'     copy: letters and digits likewise
 
-The second and third kind teach the first. A decoder that starts from random
-numbers learns to look a key up from them within some hundred updates, while it
-gets one trained token per text from the first and learns nothing for thousands.
+A decoder that starts from random numbers gets one trained token per text from
+the first and learns nothing for thousands of updates. Copying teaches it within
+some hundred to look for what stood before and take what followed; recall is
+then a matter of a hundred more.
 
 Keys are letters, values digits. Every fifth letter is asked for in the `new`
 domains only: in training such pairs stand beside the one that is asked for and
@@ -23,7 +25,7 @@ from rlpost.domains.domain import Domain, Item
 _NEW = string.ascii_lowercase[::5]
 _KEYS = ''.join(k for k in string.ascii_lowercase if k not in _NEW)
 PAIRS = 6
-REPEATED = 48  # bytes of an answer of the third kind, at most
+REPEATED = 48  # bytes of an answer over and over, at most
 
 
 def _draw(rng, keys, count):
@@ -56,18 +58,30 @@ def ask(rng: np.random.Generator, *, length: int, new: bool) -> Item:
   return _item(f'{text}?{asked[0]}', asked[1])
 
 
-def sort(rng: np.random.Generator, *, length: int) -> Item:
-  """All pairs, sorted; question, answer and its end take `length` bytes."""
+def ask_all(rng: np.random.Generator, *, length: int) -> Item:
+  """All values; question, answer and its end take `length` bytes."""
   pairs = _draw(rng, _KEYS, PAIRS)
-  gold = ''.join(sorted(pairs))
-  text = _scatter(rng, pairs, length - len('#\n') - len(gold))
-  return _item(f'{text}#', gold)
+  first, *rest = (pairs[i] for i in rng.permutation(PAIRS))
+  gold = first[1] + ''.join(f'?{pair}' for pair in rest)
+  text = _scatter(rng, pairs, length - len(f'?a{gold}\n'))
+  return _item(f'{text}?{first[0]}', gold)
+
+
+def _over_and_over(text):
+  return _item(text, text * (REPEATED // len(text)))
 
 
 def repeat(rng: np.random.Generator) -> Item:
-  """All pairs in their order, as often as they fit."""
-  pairs = ''.join(_draw(rng, _KEYS + _NEW, int(rng.integers(3, 11)))) + '!'
-  return _item(pairs, pairs * (REPEATED // len(pairs)))
+  """Pairs in their order, as often as they fit."""
+  count = int(rng.integers(3, 11))
+  return _over_and_over(''.join(_draw(rng, _KEYS + _NEW, count)) + '!')
+
+
+def copy(rng: np.random.Generator) -> Item:
+  """Letters and digits in their order, as often as they fit."""
+  count = int(rng.integers(4, 20))
+  signs = rng.choice(list(string.ascii_lowercase + string.digits), count)
+  return _over_and_over(''.join(signs) + '!')
 
 
 def _domain(name, generate, answer):
@@ -86,11 +100,18 @@ def _ask(length, new=False):
   return _domain(name, functools.partial(ask, length=length, new=new), 1)
 
 
+def _ask_all(length):
+  generate = functools.partial(ask_all, length=length)
+  return _domain(f'{length}_all', generate, 3 * PAIRS - 2)
+
+
 R64 = _ask(64)
+R64_ALL = _ask_all(64)
 R256 = _ask(256)
+R256_ALL = _ask_all(256)
 R256_NEW = _ask(256, new=True)
 R512 = _ask(512)
 R1024 = _ask(1024)
 R1024_NEW = _ask(1024, new=True)
-SORT = _domain('sort', functools.partial(sort, length=64), 2 * PAIRS)
 REPEAT = _domain('repeat', repeat, REPEATED)
+COPY = _domain('copy', copy, REPEATED)

@@ -125,7 +125,7 @@ def _ring_attend(q, k, v, query, key, spec):
   return _ring_forward(q, k, v, query, key, spec)[0]
 
 
-def _pass_on(tree):
+def pass_on(tree):
   """Everybody's piece goes to the next device of the ring."""
   ways = jax.lax.axis_size(AXIS)
   around = [(i, (i + 1) % ways) for i in range(ways)]
@@ -134,8 +134,8 @@ def _pass_on(tree):
 
 def _pass_keys_on(keys):
   # What says where they stand in one message: a TPU has five on their way.
-  where = type(keys.where)(*_pass_on(jnp.stack(keys.where)))
-  return type(keys)(*_pass_on((keys.k, keys.v)), where)
+  where = type(keys.where)(*pass_on(jnp.stack(keys.where)))
+  return type(keys)(*pass_on((keys.k, keys.v)), where)
 
 
 def _parts(keys):
@@ -186,7 +186,7 @@ def _ring_backward(spec, residuals, cotangents):
     # One hop behind: what the last one added and the next keys both travel
     # while these keys are used. Adding first would leave nothing to hide it.
     d_q, d_kv, keys = carry
-    d_kv, coming = _pass_on(d_kv), _pass_keys_on(keys)
+    d_kv, coming = pass_on(d_kv), _pass_keys_on(keys)
     d_q, *more = blockwise.gradients(d_q, queries, keys, pull, spec)
     d_kv = [a + b for a, b in zip(d_kv, more, strict=True)]
     return (d_q, d_kv, coming), None
@@ -197,7 +197,7 @@ def _ring_backward(spec, residuals, cotangents):
     carry = d_q, d_kv, coming
     ways = jax.lax.axis_size(AXIS)
     d_q, d_kv, _ = jax.lax.scan(hop, carry, None, length=ways - 1)[0]
-    return d_q, _pass_on(d_kv)
+    return d_q, pass_on(d_kv)
 
   parts = _parts(blockwise.cut_keys(k, v, key, spec.block))
   d_q, d_kv = jax.lax.scan(tour, blockwise.zeros(queries.q), parts)

@@ -232,8 +232,12 @@ def check_reach(model, engine: engines.EngineConfig) -> None:
     )
 
 
-def check_backend(backend: str, mesh) -> None:
-  """Raises unless these devices can run it, each on its own tokens only."""
+def check_backend(backend: str, mesh, documents: bool = False) -> None:
+  """Raises unless these devices can run it, each on its own tokens only.
+
+  Args:
+    documents: rows hold whole documents, no prompt that completions share.
+  """
   ways = mesh.shape['context']
   if backend == 'splash' and isinstance(mesh, jax.sharding.Mesh):
     platform = mesh.devices.flat[0].platform  # an abstract mesh has none
@@ -242,10 +246,11 @@ def check_backend(backend: str, mesh) -> None:
           f"train.{backend=} is a kernel for TPUs, these devices are "
           f"{platform}; choose 'dense' or 'blockwise'."
       )
-  if ways > 1 and backend not in context.WAYS:
+  known = [*context.WAYS, *(['splash'] if documents else [])]
+  if ways > 1 and backend not in known:
     raise errors.InputError(
         f'train.{backend=} would have each of the {ways} devices of '
-        f'mesh.context work on whole rows; choose one of {list(context.WAYS)}.'
+        f'mesh.context work on whole rows; choose one of {known}.'
     )
 
 

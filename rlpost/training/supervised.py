@@ -102,7 +102,7 @@ def shapes(config, mesh, measured) -> program_lib.Shapes:
       prefix_len=prefix, prompt_len=rest, width=answer, prefixes=domains,
       admit=evaluation.admit, refill=evaluation.refill,
   )
-  setup.check_backend(train.backend, mesh)
+  setup.check_backend(train.backend, mesh, documents=True)
   setup.check_reach(section.model, engine)
   return program_lib.Shapes(
       step=steps.StepConfig(

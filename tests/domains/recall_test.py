@@ -7,8 +7,9 @@ from rlpost.data import tokenizer
 from rlpost.domains import domain as domain_lib
 from rlpost.domains import recall, table
 
-ASKED = {n: int(n.split('_')[1]) for n in table.DOMAINS
-         if n.startswith('recall_') and n.split('_')[1].isdigit()}  # fmt: skip
+_NAMES = [n.split('_') for n in table.DOMAINS if n.startswith('recall_')]
+LENGTHS = {'_'.join(n): int(n[1]) for n in _NAMES if n[1].isdigit()}
+ASKED = [n for n in LENGTHS if not n.endswith('_all')]
 
 
 def draws(name, count=300):
@@ -20,12 +21,12 @@ def draws(name, count=300):
     yield state.prefix + state.suffix, environment.solution(task)
 
 
-@pytest.mark.parametrize('name', [*ASKED, 'recall_sort'])
+@pytest.mark.parametrize('name', LENGTHS)
 def test_a_document_has_the_length_of_its_name(name):
   encode = tokenizer.bytes_tokenizer().encode
   for question, answer in draws(name, 60):
     tokens = [*encode(question), *encode(answer)]
-    assert len(tokens) == ASKED.get(name, 64)
+    assert len(tokens) == LENGTHS[name]
 
 
 @pytest.mark.parametrize('name', ASKED)
@@ -41,14 +42,21 @@ def test_the_answer_is_the_digit_behind_the_key(name):
   assert np.histogram(places, 4, (0, 1))[0].min() > 45
 
 
-def test_sorted_and_repeated_pairs():
-  for question, answer in draws('recall_sort', 60):
-    pairs = question.replace('.', '').removesuffix('#')
-    pairs = [pairs[i : i + 2] for i in range(0, len(pairs), 2)]
-    assert answer == ''.join(sorted(pairs)) + '\n'
-  for question, answer in draws('recall_repeat', 60):
+@pytest.mark.parametrize('name', ['recall_64_all', 'recall_256_all'])
+def test_every_key_is_asked_for_once(name):
+  for question, answer in draws(name, 60):
+    text, asked = (question + answer.rstrip()).split('?', 1)
+    pairs = asked.split('?')
+    assert len(pairs) == len(set(pairs)) == recall.PAIRS
+    assert all(text.count(pair) == 1 for pair in pairs)
+    assert sorted(text.replace('.', '')) == sorted(''.join(pairs))
+
+
+@pytest.mark.parametrize('name', ['recall_repeat', 'recall_copy'])
+def test_texts_over_and_over(name):
+  for question, answer in draws(name, 60):
     times = len(answer) // len(question)
-    assert answer == question * times + '\n'
+    assert question.count('!') == 1 and answer == question * times + '\n'
     assert times >= 2 and recall.REPEATED - len(question) < len(answer) <= 49
 
 
@@ -62,9 +70,6 @@ def test_new_keys_are_asked_for_in_new_domains_only():
   assert asked['recall_256_new'] == asked['recall_1024_new'] == set('afkpuz')
   assert not asked['recall_256'] & asked['recall_256_new']
   assert seen['recall_256'] == asked['recall_256'] | asked['recall_256_new']
-  letters = {
-      name: {c for q, a in draws(name) for c in q + a if c.isalpha()}
-      for name in ('recall_sort', 'recall_repeat')
-  }
-  assert letters['recall_sort'] == asked['recall_64']
-  assert letters['recall_repeat'] == seen['recall_256']
+  for name in ('recall_repeat', 'recall_copy'):
+    letters = {c for q, _ in draws(name) for c in q if c.isalpha()}
+    assert letters == seen['recall_256']

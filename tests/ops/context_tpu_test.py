@@ -115,9 +115,11 @@ def hops(text):
       continue
     events = re.findall(
         r'(%[\w.\-]+) = .*? (collective-permute-start|collective-permute-done|'
-        r'while)\((%?[\w.\-]*)', body,
+        r'while|conditional)\((%?[\w.\-]*)', body,
     )
-    loop = next(i for i, e in enumerate(events) if e[1] == 'while')
+    loop = next(
+        i for i, e in enumerate(events) if e[1] in ('while', 'conditional')
+    )
     started = {e[0] for e in events[:loop] if e[1].endswith('start')}
     ended = {e[2] for e in events[:loop] if e[1].endswith('done')}
     total = sum(e[1].endswith('start') for e in events)
@@ -134,6 +136,14 @@ def test_all_that_travels_backward_does_so_too_but_for_the_way_home(texts):
   assert forward == (3, 3)
   assert tour == (5, 3)  # two gradients, once a tour of eight hops
   assert hop == (5, 5)
+
+
+def test_around_a_ring_the_kernel_hides_what_travels():
+  forward, both = compiled(PROGRAM.replace("backend='ring'", "backend='splash'"))
+  assert list(hops(forward)) == [(3, 3)]
+  assert sorted(hops(both)) == [(3, 3), (5, 5)]
+  assert forward.count('custom_call_target="tpu_custom_call"') == 5
+  assert both.count('custom_call_target="tpu_custom_call"') == 11
 
 
 def test_the_kernel_compiles_with_its_own_gradient():

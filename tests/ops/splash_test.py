@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from rlpost import errors, sharding
+from rlpost.data import zigzag
 from rlpost.ops import attention as ops
 from rlpost.ops import blockwise, splash
-from rlpost.ops.attention import Rule, SharedPrefix
+from rlpost.ops.attention import Rule, SharedPrefix, Where
 from tests.ops import attention_oracle as oracle
 
 PREFIX = SharedPrefix(10, 3, 10)
@@ -88,8 +89,44 @@ def test_rows_and_heads_spread_over_devices():
   oracle.assert_near(got[1], want[1], rtol=0, atol=1e-5)
 
 
-def test_rows_over_several_devices_are_refused():
-  q, k, v, _ = oracle.rows(0, HEADS)
+@pytest.mark.parametrize('ways, heads, softcap', [
+    (2, (2, 1), None),
+    pytest.param(2, (4, 4), 1.5, marks=pytest.mark.slow),
+    pytest.param(4, (4, 2), None, marks=pytest.mark.slow),
+])
+def test_around_a_ring_it_equals_dense(ways, heads, softcap):
+  """Documents and padding end anywhere; a device has half of all pairs."""
+  length = 256 * ways
+  where = oracle.documents(length // 3, 1, length // 2, -length)
+  where = Where(*(x[:, zigzag.places(length, ways)] for x in (
+      y[:, :length] for y in where)))
+  args = oracle.arrays(2, 1, length, *heads, 8)
+
+  def both(attend):
+    out, pull = jax.vjp(attend, *args[:3])
+    return out, pull(args[3])
+
+  want = both(functools.partial(ops.attention, query=where, softcap=softcap))
+  mesh = sharding.make_mesh(context=ways, devices=jax.devices()[:ways])
+  with sharding.use(mesh):
+    got = jax.jit(functools.partial(both, functools.partial(
+        splash.attention, where=where, interpret=True,
+        spec=blockwise.Spec(softcap=softcap),
+    )))()
+  oracle.assert_near(got[0], want[0], rtol=0, atol=2e-6)
+  oracle.assert_near(got[1], want[1], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize('length, options, message', [
+    (1024, {'rule': Rule(4)}, "4 devices of the context axis.*Use 'ring'"),
+    (1024, {'rule': Rule(causal=False)}, "serves causal rows.*Use 'ring'"),
+    (1000, {}, 'rows of 1000 tokens must be a multiple of 1024; make them 1024'),
+])
+def test_what_a_ring_of_kernels_does_not_serve_is_refused(
+    length, options, message
+):
+  where = oracle.documents(length)
+  q, k, v, _ = oracle.arrays(0, 1, length, *HEADS, 8)
   with sharding.use(sharding.make_mesh(context=4)):
-    with pytest.raises(errors.InputError, match="over 4 devices. Use 'ring'"):
-      ops.attention(q, k, v, SAMPLES, backend='splash')
+    with pytest.raises(errors.InputError, match=message):
+      ops.attention(q, k, v, where, backend='splash', **options)

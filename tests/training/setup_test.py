@@ -90,6 +90,7 @@ CASES = {
   'train.groups': (2, probes.updates),
   'train.updates': (2, probes.updates),
   'train.backend': ('blockwise', probes.train),
+  'train.block': (8, probes.train, {'train.backend': 'blockwise'}),
   'train.remat': ('full', probes.train),
   'train.chunk': (8, probes.train),
   'train.offload': (True, probes.train),
