@@ -49,4 +49,13 @@ FAULTS = (
     ('all keys tour the ring at one time', 'for n in (4, 3, 2, 1) if',
      'for n in (1,) if'),
   )),
+  ('rlpost/ops/splash.py', 'tests/ops/splash_test.py::test_around_a_ring_it_'
+   'equals_dense', (
+    ('of what comes round the ring, late pieces count as early ones',
+     'jax.lax.cond(number <= me, before, behind, *keys)',
+     'before(*keys)'),
+    ('gradients of the first half of the keys go to the second',
+     'nothing = [(0, 0), (0, 0), (0, half), (0, 0)]',
+     'nothing = [(0, 0), (0, 0), (half, 0), (0, 0)]'),
+  )),
 )

@@ -34,7 +34,7 @@ def attention(
     backend: one of `BACKENDS`. 'dense' holds all scores, 'blockwise' holds
       `block` x `block`; 'ring', 'all_gather' and 'ulysses' are blockwise over
       tokens that are spread over the context axis of the mesh; 'splash' is
-      the TPU kernel for whole rows of the kinds that `ops.splash` lists.
+      the TPU kernel for rows of the kinds that `ops.splash` lists.
     rule: what else decides who sees whom.
     softcap: scores s become softcap tanh(s / softcap) before the softmax
       (Gemma 2, 2024, arXiv:2408.00118).

@@ -202,8 +202,7 @@ def _ring(q, k, v, segment, sink_H, *, spec, layout, interpret):
   del sink_H, layout  # there are none
   ids = jnp.where(segment < 0, -1, segment)
   states = (x.swapaxes(1, 2) for x in (_scaled(q), k, v))
-  out = _around(*states, ids, spec, interpret)[0]
-  return out.swapaxes(1, 2).astype(q.dtype)
+  return _around(*states, ids, spec, interpret).swapaxes(1, 2)
 
 
 class _Kernels:
@@ -275,15 +274,13 @@ def _around_forward(q, k, v, ids, spec, interpret):
   def behind(k, v, shows):
     out, lse = _outputs(use.behind, q[:, :, half:], k, v, ids[:, half:], shows)
     early = [(0, 0), (0, 0), (half, 0)]
-    return (
-        jnp.pad(out, (*early, (0, 0))), jnp.pad(lse, early, constant_values=MASKED)
-    )
+    lse = jnp.pad(lse, early, constant_values=MASKED)
+    return jnp.pad(out, (*early, (0, 0))), lse
 
   def merged(state, keys, number):
     # Outside of the branches: inside, the compiler would round sums to bf16.
-    (out, lse), (more, its) = (
-        state, jax.lax.cond(number <= me, before, behind, *keys)
-    )
+    out, lse = state
+    more, its = jax.lax.cond(number <= me, before, behind, *keys)
     total = jnp.logaddexp(lse, its)
     a, b = (jnp.exp(x - total)[..., None] for x in (lse, its))
     return a * out + b * more.astype(jnp.float32), total
@@ -299,12 +296,12 @@ def _around_forward(q, k, v, ids, spec, interpret):
   ways = jax.lax.axis_size(context.AXIS)
   (state, keys), _ = jax.lax.scan(hop, carry, jnp.arange(1, ways - 1))
   out, lse = merged(state, keys, ways - 1)
-  return (out.astype(q.dtype), lse), (q, k, v, ids, out.astype(q.dtype), lse)
+  out = out.astype(q.dtype)
+  return out, (q, k, v, ids, out, lse)
 
 
-def _around_backward(spec, interpret, residuals, cotangents):
+def _around_backward(spec, interpret, residuals, d_out):
   q, k, v, ids, out, lse = residuals
-  d_out = cotangents[0]  # nobody asks for the log-sum-exp
   use = _Kernels(q, spec, interpret)
   me, half = jax.lax.axis_index(context.AXIS), use.half
   late = [x[:, :, half:] for x in (q, out, lse, d_out)]
@@ -335,9 +332,8 @@ def _around_backward(spec, interpret, residuals, cotangents):
   keys = context.pass_on((k, v, ids))
   d_q, *d_kv = _gradients(use.own, q, k, v, ids, ids, out, lse, d_out)
   ways = jax.lax.axis_size(context.AXIS)
-  d_q, d_kv, _ = jax.lax.scan(
-      hop, (d_q, d_kv, keys), jnp.arange(1, ways)
-  )[0]
+  carry = d_q, d_kv, keys
+  d_q, d_kv, _ = jax.lax.scan(hop, carry, jnp.arange(1, ways))[0]
   found = zip((d_q, *context.pass_on(d_kv)), (q, k, v), strict=True)
   return *(x.astype(y.dtype) for x, y in found), None
 

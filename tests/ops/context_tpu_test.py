@@ -139,7 +139,8 @@ def test_all_that_travels_backward_does_so_too_but_for_the_way_home(texts):
 
 
 def test_around_a_ring_the_kernel_hides_what_travels():
-  forward, both = compiled(PROGRAM.replace("backend='ring'", "backend='splash'"))
+  program = PROGRAM.replace("backend='ring'", "backend='splash'")
+  forward, both = compiled(program)
   assert list(hops(forward)) == [(3, 3)]
   assert sorted(hops(both)) == [(3, 3), (5, 5)]
   assert forward.count('custom_call_target="tpu_custom_call"') == 5

@@ -120,7 +120,7 @@ def test_around_a_ring_it_equals_dense(ways, heads, softcap):
 @pytest.mark.parametrize('length, options, message', [
     (1024, {'rule': Rule(4)}, "4 devices of the context axis.*Use 'ring'"),
     (1024, {'rule': Rule(causal=False)}, "serves causal rows.*Use 'ring'"),
-    (1000, {}, 'rows of 1000 tokens must be a multiple of 1024; make them 1024'),
+    (1000, {}, 'of 1000 tokens must be a multiple of 1024; make them 1024'),
 ])
 def test_what_a_ring_of_kernels_does_not_serve_is_refused(
     length, options, message
