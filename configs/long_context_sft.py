@@ -90,7 +90,7 @@ def _smoke(config):
 
 
 def _recall(config):
-  config.steps = 500
+  config.steps = 600
   config.mesh.context = 1
   config.domains.names = ('recall_copy', 'recall_repeat')
   config.domains.unseen = ()
@@ -104,7 +104,7 @@ def _recall(config):
   config.train.backend = 'dense'
   config.evaluation.slots = 64
   config.evaluation.admit = 16
-  config.checkpoint.every = 500
+  config.checkpoint.every = 600
 
 
 def _64(config):

@@ -36,7 +36,7 @@ FAULTS = (
     ('keys that are kept back are asked for in training',
      '_NEW if new else _KEYS', '_NEW if new else _KEYS + _NEW'),
     ('the pair that is asked for is always the first',
-     'pairs[i] for i in rng.permutation(PAIRS)',
-     'pairs[i] for i in range(PAIRS)'),
+     '[pairs[i] for i in rng.permutation(PAIRS)]',
+     '[pairs[i] for i in range(PAIRS)]'),
   )),
 )  # fmt: skip

@@ -25,7 +25,7 @@ from rlpost.domains.domain import Domain, Item
 _NEW = string.ascii_lowercase[::5]
 _KEYS = ''.join(k for k in string.ascii_lowercase if k not in _NEW)
 PAIRS = 6
-REPEATED = 48  # bytes of an answer over and over, at most
+REPEATED = 24  # bytes of an answer over and over, at most
 
 
 def _draw(rng, keys, count):
@@ -73,13 +73,13 @@ def _over_and_over(text):
 
 def repeat(rng: np.random.Generator) -> Item:
   """Pairs in their order, as often as they fit."""
-  count = int(rng.integers(3, 11))
+  count = int(rng.integers(3, 7))
   return _over_and_over(''.join(_draw(rng, _KEYS + _NEW, count)) + '!')
 
 
 def copy(rng: np.random.Generator) -> Item:
   """Letters and digits in their order, as often as they fit."""
-  count = int(rng.integers(4, 20))
+  count = int(rng.integers(4, 13))
   signs = rng.choice(list(string.ascii_lowercase + string.digits), count)
   return _over_and_over(''.join(signs) + '!')
 
