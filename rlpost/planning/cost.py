@@ -189,9 +189,9 @@ def argument_bytes(
 
 def beside(shapes: Shapes, known: Mapping[str, Program], name: str) -> int:
   """Bytes of a device that the trainer holds while a program runs, and does
-  not hand to it: of the state, a reference, and the caches of decoding.
+  not hand to it: of the state and a reference.
 
-  The published policy is not among them, it goes once decoding is done.
+  The published policy and the slots of decoding go once it is done.
 
   Args:
     known: all programs of the run, of `training.programs`.
@@ -202,15 +202,11 @@ def beside(shapes: Shapes, known: Mapping[str, Program], name: str) -> int:
   if name == 'init':  # the state is yet to come
     return reference
   held['parameters'] += reference
-  held['cache'] = sum(
-      argument_bytes(program)['cache']
-      for other, program in known.items() if other.endswith('/run')
-  )
   given = argument_bytes(known[name])
   if '/' in name and 'publish' in known:
     given['parameters'] = 0  # another copy
   return sum(
-      max(0, held[k] - given[k]) for k in ('parameters', 'optimizer', 'cache')
+      max(0, held[k] - given[k]) for k in ('parameters', 'optimizer')
   )
 
 

@@ -122,7 +122,6 @@ class Engine:
     self.config = config
     self._programs = programs
     self._stop_V = np.asarray(stop_V, bool)
-    self._slots = None
     self._cache = None  # (version, {prefix: index}, Shared)
 
   def generate(
@@ -200,7 +199,10 @@ def _by_prefix(requests, most):
 
 
 class _Session:
-  """One `generate` over requests whose prefixes are cached."""
+  """One `generate` over requests whose prefixes are cached.
+
+  Its slots go with it, so an update has their memory.
+  """
 
   def __init__(self, engine, params, which, requests, root, budget):
     self._engine, self._params, self._which = engine, params, which
@@ -209,6 +211,7 @@ class _Session:
     self._waiting = collections.deque(requests)
     self._requests = [None] * config.prompts
     self._left = [collections.deque() for _ in range(config.prompts)]
+    self._slots = engine._programs.empty()
     self._rows = [None] * config.batch  # (request, sample, temperature)
     self._start = decode.Start(
         fresh=np.zeros(config.batch, bool),
@@ -219,9 +222,7 @@ class _Session:
     )
 
   def run(self) -> Iterator[list[Completion]]:
-    engine = self._engine
-    # Leftovers of another session could only cost rounding: start clean.
-    engine._slots = engine._programs.empty()
+    programs, stop_V = self._engine._programs, self._engine._stop_V
     while True:
       self._admit()
       self._assign()
@@ -230,8 +231,8 @@ class _Session:
         return
       # Copies: the program may read its arguments after the call returns.
       start = jax.tree.map(np.copy, self._start)
-      engine._slots = engine._programs.run(
-          self._params, engine._slots, start, engine._stop_V, self._root,
+      self._slots = programs.run(
+          self._params, self._slots, start, stop_V, self._root,
           self._pause(live),
       )
       self._start.fresh[:] = False
@@ -281,8 +282,8 @@ class _Session:
       tokens[i, : len(request.suffix)] = request.suffix
       length[i] = len(request.suffix)
       which[i] = self._which[request.prefix]
-    engine._slots = engine._programs.admit(
-        self._params, engine._slots, engine._cache[2], which, tokens, length,
+    self._slots = engine._programs.admit(
+        self._params, self._slots, engine._cache[2], which, tokens, length,
         source,
     )
 
@@ -301,7 +302,7 @@ class _Session:
         self._start.sample[b] = sample
 
   def _collect(self) -> list[Completion]:
-    slots = self._engine._slots
+    slots = self._slots
     live, count, tokens, logp = jax.device_get(
         (slots.live, slots.count, slots.tokens, slots.logp)
     )

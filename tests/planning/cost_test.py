@@ -113,14 +113,13 @@ def test_what_a_run_holds_is_handed_over_or_beside():
       np.prod(x.sharding.shard_shape(x.shape))
       for x in known['train'].arguments[0].trainable.values()
   )
-  cache = cost.argument_bytes(known['rollout/run'])['cache']
   moments = cost.argument_bytes(known['train'])['optimizer']
-  assert 0 < cache and 2 * params <= moments
+  assert 0 < 2 * params <= moments
   want = {
-      'train': params + cache,
+      'train': params,
       'init': params,
-      'score': params + moments + cache,
-      'publish': params + moments + cache,
+      'score': params + moments,
+      'publish': params + moments,
       'rollout/run': 2 * params + moments,
   }
   assert want == {name: cost.beside(run, known, name) for name in want}
@@ -131,9 +130,7 @@ def test_what_a_run_holds_is_handed_over_or_beside():
   assert cost.beside(run, alone, 'rollout/run') == (
       cost.argument_bytes(alone['train'])['optimizer']
   )
-  assert cost.beside(run, alone, 'train') == (
-      cost.argument_bytes(alone['rollout/run'])['cache']
-  )
+  assert cost.beside(run, alone, 'train') == 0
 
 
 def test_a_prefill_is_not_given_the_head_that_it_does_not_read():
