@@ -59,7 +59,11 @@ def ask(rng: np.random.Generator, *, length: int, new: bool) -> Item:
 
 
 def ask_all(rng: np.random.Generator, *, length: int) -> Item:
-  """All values; question, answer and its end take `length` bytes."""
+  """All values; question, answer and its end take `length` bytes.
+
+  To train on: the order of the questions is not to be known, so as an answer it
+  is never right.
+  """
   pairs = _draw(rng, _KEYS, PAIRS)
   first, *rest = (pairs[i] for i in rng.permutation(PAIRS))
   gold = first[1] + ''.join(f'?{pair}' for pair in rest)
