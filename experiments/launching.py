@@ -338,7 +338,9 @@ def differences(
   may_change: tuple[str, ...] = (),
 ) -> list[str]:
   """One line `key: old -> new` for each value that differs and may not."""
-  old, new = (flatten(_tuples(json.loads(c.to_json()))) for c in (old, new))
+  from rlpost.types import tuples
+
+  old, new = (flatten(tuples(json.loads(c.to_json()))) for c in (old, new))
   lines = []
   for key in sorted(old.keys() | new.keys()):
     a, b = old.get(key, '(absent)'), new.get(key, '(absent)')
@@ -358,22 +360,17 @@ def load_config(workdir: str) -> ml_collections.ConfigDict | None:
   """
   from etils import epath
 
+  from rlpost.types import tuples
+
   path = epath.Path(workdir) / 'config.json'
   if not path.exists():
     return None
   try:
     values = json.loads(path.read_text())
-    return ml_collections.ConfigDict(_tuples(values)).lock()
+    return ml_collections.ConfigDict(tuples(values)).lock()
   except (AttributeError, TypeError, ValueError) as e:
     cure = 'Restore the file, or take another --workdir.'
     raise errors.InputError(f'{path} is damaged: {e}. {cure}') from e
-
-
-def _tuples(value: Any) -> Any:
-  """JSON knows lists only; configs hold tuples only."""
-  if isinstance(value, dict):
-    return {k: _tuples(v) for k, v in value.items()}
-  return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def _write_text(workdir: str, name: str, text: str) -> None:

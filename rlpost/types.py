@@ -22,6 +22,13 @@ import numpy as np
 TRAJECTORY_SCHEMA = 1
 
 
+def tuples(value: Any) -> Any:
+  """A value as configs hold it: JSON knows lists only, they tuples only."""
+  if isinstance(value, dict):
+    return {k: tuples(v) for k, v in value.items()}
+  return tuple(map(tuples, value)) if isinstance(value, list) else value
+
+
 @dataclasses.dataclass(frozen=True)
 class Part:
   """A piece of a message: text, or a file or image named by its digest."""

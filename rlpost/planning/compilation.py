@@ -16,7 +16,7 @@ import time
 
 import ml_collections
 
-from rlpost import errors
+from rlpost import errors, types
 from rlpost.planning import topology
 
 # Of what a kept verdict says; verdicts of another format are made anew.
@@ -126,7 +126,7 @@ def overflow(message: str) -> dict | None:
 def main():
   """Reads the request, prints the verdict."""
   request = json.load(sys.stdin)
-  config = ml_collections.ConfigDict(_tuples(request['config'])).lock()
+  config = ml_collections.ConfigDict(types.tuples(request['config'])).lock()
   try:
     found = verdict(
         config, request['topology'], request['program'],
@@ -135,13 +135,6 @@ def main():
   except errors.RunError as error:
     found = {'input_error': str(error), 'exit_code': error.exit_code}
   print(json.dumps(found))
-
-
-def _tuples(value):
-  """JSON knows lists only; configs hold tuples only."""
-  if isinstance(value, dict):
-    return {k: _tuples(v) for k, v in value.items()}
-  return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 if __name__ == '__main__':

@@ -15,7 +15,7 @@ import ml_collections
 import pytest
 
 from experiments import launching
-from rlpost import errors
+from rlpost import errors, types
 
 ROOT = pathlib.Path(__file__).parents[2]
 LAUNCHERS = sorted(
@@ -211,7 +211,7 @@ def test_every_config_names_its_command(name):
   command += '|tools/run$' if name == 'quickstart' else ''
   assert re.search(command, doc, re.M), f'{spec}: its docstring lacks it.'
   # A stored config is equal to the one it was written from.
-  stored = launching._tuples(json.loads(config.to_json()))
+  stored = types.tuples(json.loads(config.to_json()))
   assert ml_collections.ConfigDict(stored).to_json() == config.to_json()
 
 
